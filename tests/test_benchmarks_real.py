@@ -13,7 +13,7 @@ from benchmarks.studies import real_speed, real_study
 from benchmarks.studies.real_pair import best, run
 from benchmarks.studies.real_study import TINY, Options, Study, data, keep_set
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import write_rows
+from draftsmith.core.io import read_json, write_rows
 from draftsmith.eval.results import Results
 
 PAIR = ROOT / "draftsmith" / "demo" / "pair"
@@ -139,7 +139,7 @@ def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
     data(taken)
     part = "chat/part-00000.parquet"
     assert (study.out / "data" / part).read_bytes() == (study.out / "first" / part).read_bytes()
-    changed = json.loads(manifest)
+    changed = read_json(kept / "chat" / "manifest.json", "a set")
     changed["identity"]["target_fingerprint"] = "0" * 16
     (kept / "chat" / "manifest.json").write_text(json.dumps(changed))
     (study.out / "data").rename(study.out / "second")

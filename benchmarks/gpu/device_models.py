@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, DRAFT = (
@@ -94,6 +95,7 @@ def enlarged(
     """The LLaMA of a directory in a larger shape, computing the same up to rounding."""
     small = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
     old = small.config
+    assert old.head_dim is not None
     large = random_model(shape, device, dtype)
     width, ratio = old.hidden_size, old.hidden_size / shape.hidden
     group, spacing = shape.heads // shape.kv_heads, shape.head // old.head_dim
@@ -102,8 +104,9 @@ def enlarged(
         or old.num_attention_heads > shape.kv_heads
     ):
         raise ValueError(f"{source}: its heads do not fit {shape}")
-    for norm in [module for module in large.modules() if type(module).__name__ == "LlamaRMSNorm"]:
-        norm.variance_epsilon = old.rms_norm_eps * ratio
+    for module in large.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.variance_epsilon = old.rms_norm_eps * ratio
     large.config.rms_norm_eps = old.rms_norm_eps * ratio
     # Where dimension i of a head goes: pairs are (j, j + d/2).
     half = old.head_dim // 2

@@ -256,7 +256,8 @@ def _lm_drafts(
     if check.late():
         check.report("cut", "out of time before FSDP2")
         return
-    from torch.distributed import destroy_process_group, init_device_mesh, init_process_group
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     with tempfile.TemporaryDirectory() as directory:

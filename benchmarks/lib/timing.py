@@ -12,10 +12,10 @@ make the host wait, and reads them afterwards.
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from draftsmith.decode.packed_weights import kernel_products, packs_of
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import attention_windows
 
+Name = TypeVar("Name")
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
 
 
@@ -208,7 +209,7 @@ def runner_forwards(
 
 
 def medians_s(
-    calls: dict[str, Callable[[], None]], device: torch.device, repeats: int
+    calls: Mapping[str, Callable[[], None]], device: torch.device, repeats: int
 ) -> dict[str, float]:
     """Median seconds of every call, interleaved in rotating order after two warm-ups."""
     names = list(calls)
@@ -254,7 +255,8 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of weights that a forward of one token reads from a model that was taken over and
     packed; less an embedding that is only looked up in.
     """
-    lookup, projection = model.get_input_embeddings(), model.get_output_embeddings()
+    lookup: Any = model.get_input_embeddings()
+    projection: Any = model.get_output_embeddings()
     read: dict[int, int] = {}
     for module in model.modules():
         place = getattr(module, "place", None)
@@ -266,7 +268,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
                 parameter is not None
                 and not packed
                 and (module is not lookup or parameter is projection.weight)
-            ):  # type: ignore[union-attr]
+            ):
                 read[id(parameter)] = parameter.nbytes
     return sum(read.values())
 
@@ -279,7 +281,7 @@ def cache_bytes(model: PreTrainedModel, slots: int) -> int:
     return 2 * heads * int(size) * slots * model.dtype.itemsize
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
+def rotated(names: Sequence[Name], turn: int) -> list[Name]:
     """The names from another one on at every turn, so that none always runs behind the same
     other.
     """

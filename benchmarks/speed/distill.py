@@ -1,16 +1,11 @@
-r"""What engines that make a distilled set reach, and what asking servers costs.
+"""Rates of the engines that make a distilled set.
 
-    python benchmarks/speed/distill.py --out FILE.json [--sections servers engines]
+    python benchmarks/speed/distill.py --out FILE.json [--target DIR --chats PROMPTS]
 
-servers: `prompts` answers of two llama-servers with a thread each, and of a bare loop
-    (benchmarks/speed/distill_servers.py). `overhead`: 1 - ours / bare in tokens per second, median
-    of `rounds` pairs; by the clock, for a quiet machine only.
-engines: tokens and rows per second of `hf` (batches of 32), of `vllm` in process and of `openai`
-    before vLLM's server (32 requests at a time), loading apart. `prompts` prompts of `chats` a
-    round, in turn, temperature 1, to `target`; without these, random words to the demo's target
-    widened to the cost of a 99 M model.
-
-Quote ratios of one run.
+Tokens and rows per second of `hf` (batches of 32), of `vllm` in process and of `openai` before
+vLLM's server (32 requests at a time), loading apart. `prompts` prompts of `chats` a round, in turn,
+temperature 1, to `target`; without these, random words to the demo's target widened to the cost of
+a 99 M model. Quote ratios of one run.
 """
 
 import json
@@ -31,7 +26,7 @@ sys.path[:] = [
 
 import torch  # noqa: E402
 
-from benchmarks.speed import distill_servers  # noqa: E402
+from benchmarks.speed import distill_engines  # noqa: E402
 from benchmarks.speed.decode import TARGET_SHAPE  # noqa: E402
 from draftsmith.core.command_line import parse  # noqa: E402
 from draftsmith.core.io import write_json_atomic  # noqa: E402
@@ -52,16 +47,15 @@ class Options:
     """What to measure, and how much of it."""
 
     out: str
-    sections: list[str] = field(default_factory=lambda: ["servers", "engines"])
     prompts: int = 400
     new_tokens: int = 48
     rounds: int = 3
     target: str = ""
-    """engines: the target; with `chats`."""
+    """The target; with `chats`."""
     chats: str = ""
-    """engines: a file of prompts."""
+    """A file of prompts."""
     dtypes: list[str] = field(default_factory=lambda: ["float32", "bfloat16"])
-    """engines: one after another."""
+    """One after another."""
 
 
 def widened(directory: Path) -> str:
@@ -72,19 +66,12 @@ def widened(directory: Path) -> str:
     return str(directory)
 
 
-def servers(options: Options, directory: Path) -> dict[str, object]:
-    """Two llama-servers, and what the client takes from them."""
-    return distill_servers.servers(
-        TARGET, TEXT, options.prompts, options.new_tokens, options.rounds, directory
-    )
-
-
 def engines(options: Options, directory: Path) -> dict[str, object]:
     """hf, vLLM in process, and vLLM served."""
     target = options.target or widened(directory / "target")
     ids = prompts(options, load_tokenizer(target), options.rounds * options.prompts)
     rounds = [ids[start : start + options.prompts] for start in range(0, len(ids), options.prompts)]
-    return distill_servers.engines(target, rounds, options.new_tokens, options.dtypes, directory)
+    return distill_engines.engines(target, rounds, options.new_tokens, options.dtypes, directory)
 
 
 def prompts(options: Options, tokenizer: Tokenizer, count: int) -> list[list[int]]:
@@ -97,18 +84,13 @@ def prompts(options: Options, tokenizer: Tokenizer, count: int) -> list[list[int
     return [encode_text(tokenizer, text) for text in texts]
 
 
-SECTIONS = {"servers": servers, "engines": engines}
-
-
 def main() -> None:
     """Measure, write the JSON, print it."""
     options, _ = parse(Options, "benchmarks/speed/distill.py", sys.argv[1:])
-    results: dict[str, object] = {
-        "setting": {"options": asdict(options), "torch": torch.__version__}
-    }
-    for name in options.sections:
-        with tempfile.TemporaryDirectory() as directory:
-            results[name] = SECTIONS[name](options, Path(directory))
+    with tempfile.TemporaryDirectory() as directory:
+        rates = engines(options, Path(directory))
+    setting = {"options": asdict(options), "torch": torch.__version__}
+    results = {"setting": setting, "engines": rates}
     write_json_atomic(Path(options.out), results)
     sys.stdout.write(json.dumps(results, indent=2) + "\n")
 

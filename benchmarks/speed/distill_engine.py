@@ -35,10 +35,16 @@ def main() -> None:
             for row, ids in enumerate(asked["prompts"])
         ]
         answers: list[Answer | Failed] = []
+
+        def done(
+            request: AnswerRequest,
+            answer: Answer | Failed,
+            answers: list[Answer | Failed] = answers,
+        ) -> None:
+            answers.append(answer)
+
         began = time.perf_counter()
-        engine.run(
-            iter([requests]), lambda request, answer, answers=answers: answers.append(answer)
-        )  # type: ignore[misc]
+        engine.run(iter([requests]), done)
         seconds = time.perf_counter() - began
         made = [answer for answer in answers if isinstance(answer, Answer)]
         assert len(made) == len(requests), answers

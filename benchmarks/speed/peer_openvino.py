@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino
@@ -46,13 +47,16 @@ def converted(source: str, sixteen_bits: bool) -> str:
 
 
 def measured(
-    pipeline: "openvino_genai.LLMPipeline", request: dict, ahead: int | None, counts: list
-) -> dict:
+    pipeline: "openvino_genai.LLMPipeline",
+    request: dict[str, Any],
+    ahead: int | None,
+    counts: list[list[int]],
+) -> dict[str, Any]:
     """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by
     temperature. With a draft `counts` gets the target's forwards and the accepted tokens of each
     prompt, as the engine counts.
     """
-    found: dict = {"speeds": [], "outputs": []}
+    found: dict[str, Any] = {"speeds": [], "outputs": []}
     for temperature in request["temperatures"]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos = request["max_new_tokens"], True
@@ -98,7 +102,7 @@ def main() -> None:
     ways = {
         "alone": measured(openvino_genai.LLMPipeline(target, "CPU", **options), request, None, [])
     }
-    counts: dict = {}
+    counts: dict[int, list[list[int]]] = {}
     for ahead in request["ahead"]:
         assisted = openvino_genai.draft_model(draft, "CPU", **options)
         pipeline = openvino_genai.LLMPipeline(target, "CPU", draft_model=assisted, **options)

@@ -72,7 +72,8 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
         # packed from it.
         narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}
         dtype = torch.float16 if torch.float16 in narrow else torch.bfloat16
-        copy.deepcopy(bench.apart.target).to(dtype).save_pretrained(directory)
+        rounded: Any = copy.deepcopy(bench.apart.target)
+        rounded.to(dtype).save_pretrained(directory)
         memory = {kept: _resident(directory, kept) for kept in pairs}
     found["resident_MB"] = memory
     added = {kept: each["decoding"] - each["before"] for kept, each in memory.items()}

@@ -177,7 +177,8 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
         kind, _, layers = method.partition(":")
         if kind not in HEADS:
             return LMTrainee(copy.deepcopy(first), objective, target, chunk=options.chunk).train()
-        head: Any = HEADS[kind].fresh(target, **({"num_layers": int(layers)} if layers else {}))
+        shape: dict[str, Any] = {"num_layers": int(layers)} if layers else {}
+        head: Any = HEADS[kind].fresh(target, **shape)
         return TRAINEES[kind](head, objective, target, chunk=options.chunk).train()
 
     def made(method: str) -> Step:
@@ -190,7 +191,7 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
                 with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
                     loss: torch.Tensor = plain(draft) if method == "plain" else trainee(batch).loss
                 loss = loss / tokens_N.numel()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 return loss.detach()
         else:
             from benchmarks.speed.train_peers import backward_of
@@ -234,7 +235,7 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
                 output = Output(weight_VH, None, projections[0])
                 losses = TokenLoss(objective, size)
                 sums = losses.sums(output, inputs_NH, tokens_N, teacher=teacher)
-                sums.loss.backward()  # type: ignore[no-untyped-call]
+                sums.loss.backward()
                 return 0.0
 
             clock, busy = timed(loss)

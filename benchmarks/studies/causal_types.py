@@ -79,13 +79,14 @@ class Subject:
 def tiny_llama(seed: int) -> LlamaForCausalLM:
     """A language model with the vocabulary of all."""
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         num_attention_heads=2,
         max_position_embeddings=128,
         initializer_range=0.3,
-        **sizes,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
     )
     model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
     return model

@@ -123,7 +123,7 @@ def alignment(
     """Return the tables of alignment. bases: drafts of SmolLM2's chats aligned to maths. balanced:
     the demo's draft aligned to a domain. frontiers: all ways, by pair. several: several domains.
     """
-    documents = {
+    documents: dict[str, Document] = {
         f"SmolLM2, {real_tables.NAMES[base]}, maths": real_figures.over_seeds(results, 1.0)
         for base, results in bases.items()
     }
@@ -252,9 +252,9 @@ def recipe(
     )
     second = real_tables.acceptance(longest.acceptance, "draft, second seed", 1.0, SECOND_SEED)
     sections["SmolLM2, another seed, steps of four answers"] = second
-    for pair, runs in small.items():
-        sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(runs)
-        sections[f"{pair}, alpha by set"] = recipe_tables.by_set(runs)
+    for pair, found in small.items():
+        sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(found)
+        sections[f"{pair}, alpha by set"] = recipe_tables.by_set(found)
     return Evidence(
         name="recipe",
         title="which optimizer",

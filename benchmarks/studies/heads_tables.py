@@ -31,7 +31,7 @@ def heads(results: Results, first: str) -> list[str]:
         of: str, kind: str, domains: Sequence[str], at: float, above: Sums, below: Sums, *how: str
     ) -> str:
         """The figure above / below over all seeds of a kind, pooled over domains."""
-        counts = results.counts(of)
+        counts = {tuple(cell): found for cell, found in results.counts(of).items()}
         drafts = [draft for draft in results.drafts if re.fullmatch(rf"{kind}-\d+", draft)]
         parts = [
             [counts[draft, domain, at, *(how or (None, None))]["per_prompt"] for domain in domains]

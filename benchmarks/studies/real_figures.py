@@ -163,7 +163,8 @@ def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: 
     ):
         for number, draft in enumerate(drafts):
             rows = results.series("accept_predicted", draft, place, 1.0, *CHAIN)
-            places = [row["at"] + (number - (len(drafts) - 1) / 2) * 0.06 for row in rows]
+            aside = (number - (len(drafts) - 1) / 2) * 0.06
+            places = [(row["at"] or 0) + aside for row in rows]
             _points(ax, places, rows, draft, names, look, joined=True)
         ax.set_xticks(range(1, 5))
         ax.set_xlabel("drafted token")

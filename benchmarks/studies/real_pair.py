@@ -207,6 +207,7 @@ def align(study: Study) -> None:
     for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
         drafts = {"base": str(study.out / "drafts" / base)}
         first = DRAFTS[base](study)
+        assert first.optim.lr is not None
         for way, replayed in REPLAY.items():
             for seed in range(study.options.seeds if way in SEEDED else 1):
                 name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"

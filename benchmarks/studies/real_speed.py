@@ -76,14 +76,17 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
         for which, draft in drafts.items():
             file = place / f"{Path(draft).name}-{temperature:g}.plan.json"
             if not file.exists():
-                words = {
-                    "target": options.target,
-                    "draft": draft,
-                    "prompts": chats,
-                    "out": str(file),
-                }
-                words |= {"temperature": temperature, "max_new_tokens": options.max_new_tokens}
-                plan(PlanConfig(**words, **PLANNED, **BITS))
+                config = PlanConfig(
+                    target=study.options.target,
+                    draft=draft,
+                    prompts=chats,
+                    out=str(file),
+                    temperature=temperature,
+                    max_new_tokens=options.max_new_tokens,
+                    **PLANNED,
+                    **BITS,
+                )
+                plan(config)
             names[temperature] += [
                 f"{which}{tree}" for tree in ("chain:2", "chain:4", f"auto:{file}")
             ]
@@ -248,21 +251,16 @@ def speed_tables(found: dict[str, Any]) -> str:
             f"{alone['share_of_memory_limit_after_prefill']:.2f} behind the prompt; "
             f"{alone['weight_MB_per_token']:.1f} MB a token.\n"
         )
-    forwards = found["ours"]["forwards"]
-    kinds = [
-        (name, by_rows)
-        for name, each in forwards.items()
-        if "ours" in each
-        for by_rows in [each["ours"]]
-    ]
-    counts = list(max((by_rows for _, by_rows in kinds), key=len))
-    rows = (
-        [name, *(f"{by_rows[n]['ms']:.2f}" if n in by_rows else "" for n in counts)]
-        for name, by_rows in kinds
-    )
-    return (
-        text + f"\nMilliseconds of a forward by number of tokens\n\n{table(['', *counts], rows)}\n"
-    )
+    forwards = {
+        name: each["ours"] for name, each in found["ours"]["forwards"].items() if "ours" in each
+    }
+    counts = max((list(by_rows) for by_rows in forwards.values()), key=len)
+    rows = []
+    for name, by_rows in forwards.items():
+        cells = [f"{by_rows[n]['ms']:.2f}" if n in by_rows else "" for n in counts]
+        rows.append([name, *cells])
+    forward_table = table(["", *counts], rows)
+    return text + f"\nMilliseconds of a forward by number of tokens\n\n{forward_table}\n"
 
 
 def ledger(found: dict[str, Any], temperature: float) -> str:

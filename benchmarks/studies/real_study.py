@@ -1,5 +1,6 @@
 """The study of `real_pair.py`: options, sizes, directories, and the answers it begins with."""
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.sets import ROOT, pieces, shuffled
-from draftsmith.core.io import atomic_dir, read_json, write_rows, write_text_atomic
+from draftsmith.core.io import atomic_dir, read_json, write_rows, write_sealed
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompt_rows import iterate_rows
 from draftsmith.core.tokenization import load_tokenizer
@@ -290,11 +291,12 @@ def keep_set(study: Study, name: str) -> None:
     machine.
     """
     place = study.out / "data" / name
-    manifest = (place / "manifest.json").read_text(encoding="utf-8")
+    manifest = json.dumps(read_json(place / "manifest.json", "a distilled set"))
     for path, word in study.public.items():
         manifest = manifest.replace(path, word)
     shutil.rmtree(KEPT / name, ignore_errors=True)
     with atomic_dir(KEPT / name) as made:
         for part in place.glob("part-*.parquet"):
             shutil.copy(part, made)
-        write_text_atomic(made / "manifest.json", manifest)
+        # Its checksum was of the text with the paths.
+        write_sealed(made / "manifest.json", json.loads(manifest))
