@@ -1,4 +1,4 @@
-"""What a prompt asks tells equal prompts, whatever template, date or key they come with."""
+"""What a prompt asks tells equal prompts, whatever template, date or key they have (law 13)."""
 
 from copy import deepcopy
 

@@ -68,6 +68,7 @@ SHORTER = {
     "eval": "--max_prompts 4 --max_new_tokens 16 --speed_prompts 1",
 }
 TOUR = ROOT / "docs" / "tour.ipynb"
+EXTENDING = sorted((ROOT / "docs" / "extend").glob("*.md"))
 
 
 def blocks(text: str) -> Iterator[tuple[str, str]]:
@@ -239,8 +240,13 @@ def test_the_page_of_methods_holds_the_table_of_what_decode_can_do():
 
 
 def test_contributing_names_files_and_tables_that_exist():
-    """Every path in it is there, and every `TABLE in file` is assigned in that file."""
-    paths = re.findall(r"`([\w.]+(?:/[\w.]+)*/?)`", CONTRIBUTING)
+    """Every path in it and in the pages of extensions is there, and every `TABLE in file` is
+    assigned in that file.
+    """
+    pages = [CONTRIBUTING, *(path.read_text() for path in EXTENDING)]
+    text = re.sub(r"^```diff\n.*?^```", "", "\n".join(pages), flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", CONTRIBUTING)) <= 900, "words"
+    paths = re.findall(r"`([\w.]+(?:/[\w.]+)*/?)`", text)
     paths = [
         path
         for path in paths
@@ -255,10 +261,43 @@ def test_contributing_names_files_and_tables_that_exist():
         if path not in known and not (ROOT / path).exists() and not _in_a_room(path)
     }
     assert not missing
-    tables = re.findall(r"`(_?[A-Z_]{3,})`[^`|]*? (?:in|of) `([\w/.]+\.py)`", CONTRIBUTING)
+    tables = re.findall(r"`(_?[A-Z_]{3,})`[^`|]*? (?:in|of) `([\w/.]+\.py)`", text)
     assert len(tables) >= 10
     for name, path in tables:
         assert name in _assigned(ROOT / path), f"{path} has no {name}"
+
+
+def diff_of(page: Path) -> str:
+    found = re.findall(r"^```diff\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return "".join(found)
+
+
+@pytest.mark.parametrize("page", [path for path in EXTENDING if path.stem != "index"])
+def test_the_diff_of_an_extension_applies_to_the_code_of_today(page):
+    apply = ["git", "apply", "--check", "--unidiff-zero", "-"]
+    done = subprocess.run(apply, cwd=ROOT, input=diff_of(page), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_verifier_a_loss_and_a_suite_are_added_by_their_pages_alone(tmp_path):
+    rooms = ("draftsmith", "decode", "distill", "train", "eval", "configs", "tests", "benchmarks")
+    for room in rooms:
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=skipped)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("verifier", "loss", "suite"):
+        diff = diff_of(ROOT / "docs" / "extend" / f"{name}.md")
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    files = [
+        f"tests/test_{name}.py" for name in ("decode_verify", "train_objectives", "core_suites")
+    ]
+    trial = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    trial += ["-k", "mirrored or hellinger or definitions or dolly"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(trial, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(r"^[2-9]\d passed", done.stdout, flags=re.MULTILINE)
 
 
 def _in_a_room(path: str) -> bool:
@@ -285,7 +324,7 @@ def test_every_law_is_named_by_a_test_and_no_other_is_cited():
     laws = {
         int(number) for number in re.findall(r"^(\d+)\. \*\*", CONTRIBUTING, flags=re.MULTILINE)
     }
-    assert laws == set(range(1, 13))
+    assert laws == set(range(1, 14))
     rooms = ("draftsmith", "decode", "distill", "train", "eval", "tests", "benchmarks")
     cited = {room: set().union(*map(_laws, (ROOT / room).rglob("*.py"))) for room in rooms}
     assert cited["tests"] == laws == set().union(*cited.values())
@@ -305,7 +344,7 @@ def test_the_page_of_evaluation_names_every_suite():
 
 
 def test_the_glossary_is_sorted_and_says_each_word_once():
-    section = CONTRIBUTING.partition("## Glossary")[2]
+    section = (ROOT / "docs" / "words.md").read_text(encoding="utf-8")
     words = [
         word.lower() for word in re.findall(r"^\| \*\*([^*]+)\*\*", section, flags=re.MULTILINE)
     ]
