@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from draftsmith.distill.config import DistillConfig as DistillConfig, ScoreConfig as ScoreConfig
     from draftsmith.distill.generate import distill as distill
     from draftsmith.distill.score import score_set as score_set
+    from draftsmith.drafts.cards import add_results as add_results
     from draftsmith.drafts.config import (
         DoctorConfig as DoctorConfig,
         ExportConfig as ExportConfig,
@@ -85,6 +86,7 @@ _PUBLIC = {
     "SpeculativeDecoder": "decode:SpeculativeDecoder",
     "StatusConfig": "config:StatusConfig",
     "TrainConfig": "train.config:TrainConfig",
+    "add_results": "drafts.cards:add_results",
     "align": "alignment.stages:align",
     "decide": "eval.decision:decide",
     "doctor": "drafts.doctor:examine",

@@ -21,7 +21,6 @@ import pyarrow.parquet as pq
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import draftsmith as ds
-from draftsmith.train.config import Optim
 
 Row = tuple[dict, list[int], list[int]]  # a row for a prompt file, prompt ids, response ids
 
@@ -128,7 +127,7 @@ def main(argv: list[str] | None = None) -> bool:
     training = {
         "objective": "jsd:beta=0.5",
         "steps": 2 * options.steps,
-        "optim": Optim(lr=options.lr),
+        "optim": ds.Optim(lr=options.lr),
     }
     training |= {"max_length": min(2048, max(len(ids) + len(answer) for _, ids, answer in rows))}
     data = {

@@ -176,6 +176,19 @@ def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
     assert sum(free) > 0 and one[0] > 0 and not any(one[1:])
 
 
+def test_docs_examples_and_tour_import_from_the_front_door_alone():
+    """`draftsmith` and `draftsmith.decoding`; nothing that lies behind them."""
+    door = r"^\s*(?:from|import) (?!draftsmith(?:\.decoding)? import |draftsmith as ds$)"
+    behind = re.compile(door + r"(?:draftsmith|decode|distill|train|eval)\b.*", re.MULTILINE)
+    cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
+    texts = {"docs/tour.ipynb": "\n".join("".join(cell["source"]) for cell in cells)}
+    for page in (*PAGES, *(ROOT / "examples").glob("*.py")):
+        text = page.read_text(encoding="utf-8")
+        texts[page.name] = re.sub(r"^```diff\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    found = {name: behind.findall(text) for name, text in texts.items()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_readme_quotes_the_record_of_the_shipped_pair():
     for member in ("target", "base"):
         record = json.loads(
