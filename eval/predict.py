@@ -256,11 +256,11 @@ def run_interval(
     """Return the 95 % interval for tau of one decoding run over as many prompts.
 
     sums: predicted tokens over target calls. variance: of those calls. most: the greatest tau that
-    the tree allows. Both sides vary: the
-    prediction by its texts, the run by its own texts and by what it accepts. So the interval is the
-    prediction plus the quantiles of a difference of two independent resamples of prompts. The run's
-    side gets normal noise with the variance of its calls. For a run over the same prompts the
-    interval covers more than 95 %. Return (None, None) if no bootstrap is possible.
+    the tree allows. Both sides vary: the prediction by its texts, the run by its own texts and by
+    what it accepts. So the interval is the prediction plus the quantiles of a difference of two
+    independent resamples of prompts. The run's side gets normal noise with the variance of its
+    calls. For a run over the same prompts the interval covers more than 95 %. Return (None, None)
+    if no bootstrap is possible.
     """
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
