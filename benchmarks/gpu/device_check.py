@@ -34,7 +34,7 @@ import torch
 from benchmarks.gpu.device_measure import Check
 from benchmarks.gpu.device_sections import SECTIONS
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.io import write_text_atomic
+from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.provenance import git_commit, versions
 
 _PATIENCE = 10  # tiny runs are tests, and a busy machine is no reason to fail
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
     """Run one section in this process; `out` is written anew with each figure."""
     function, limit_s = SECTIONS[name]
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
 
     def report(key: str, value: Any) -> None:
         found[key] = value
@@ -78,7 +78,7 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
         raise SystemExit(1) from None
 
 
-def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run_apart(name: str, options: argparse.Namespace) -> JsonObject:
     """Run one section in a process of its own, at most as long as it may take."""
     limit_s = SECTIONS[name][1] * (_PATIENCE if options.tiny else 1) + _GRACE_S
     words = [
@@ -100,7 +100,7 @@ def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
             done = subprocess.run(
                 [*words, "--out", str(out)], timeout=limit_s, env=environment, capture_output=True
             )
-            ended: dict[str, Any] = {"exit_code": done.returncode}
+            ended: JsonObject = {"exit_code": done.returncode}
             if done.returncode:
                 ended["stderr"] = done.stderr.decode(errors="replace")[-2000:]
         except subprocess.TimeoutExpired:
@@ -116,7 +116,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.run is not None:
         run_here(options.run, device, options.tiny, Path(options.out))
         return 0
-    result: dict[str, Any] = {
+    result: JsonObject = {
         "setting": {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "memory_GB": torch.cuda.get_device_properties(device).total_memory / 1e9

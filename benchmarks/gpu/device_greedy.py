@@ -9,13 +9,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.gpu.device_measure import Check
+from draftsmith.core.io import JsonObject
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, DraftModelProposer, Proposer, SpeculativeDecoder
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.drafts.heads import HEADS
 
 GREEDY = Sampling(temperature=0.0)
-_SMALL: dict[str, Any] = {
+_SMALL: JsonObject = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 3,
@@ -28,7 +29,7 @@ _PLAIN = {
     for key, value in _SMALL.items()
     if key not in ("intermediate_size", "num_key_value_heads")
 }
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+ARCHITECTURES: dict[str, tuple[str, JsonObject]] = {
     "llama": ("llama", _SMALL),
     "mistral, window": ("mistral", {**_SMALL, "head_dim": 8, "sliding_window": 6}),
     "qwen2, some layers with a window": (
@@ -53,11 +54,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 _PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7, 7, 2], [2, 7, 1, 8]]
 
 
-def tiny_model(
-    kind: str, options: dict[str, Any], seed: int, device: torch.device
-) -> PreTrainedModel:
+def tiny_model(kind: str, options: JsonObject, seed: int, device: torch.device) -> PreTrainedModel:
     """A model of random weights, wide enough that its greedy outputs vary."""
-    special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    special: JsonObject = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config: Any = CONFIG_MAPPING[kind]
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -113,7 +112,7 @@ def greedy(check: Check) -> None:
                 ids, attention_mask=torch.ones_like(ids), generation_config=config
             )  # type: ignore[operator]
             expected.append(out[0, len(prompt) :].tolist())
-        results: dict[str, Any] = {}
+        results: JsonObject = {}
         for way, proposer in {"none": None, **proposers(target, draft, other)}.items():
             # Tracing takes seconds a step on a CPU.
             for backend in (

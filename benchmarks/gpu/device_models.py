@@ -30,10 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 ROOT = Path(__file__).resolve().parents[2]
-TARGET, DRAFT = (
-    ROOT / "draftsmith" / "demo" / "pair" / "target",
-    ROOT / "configs" / "bench" / "draft",
-)
+TARGET = ROOT / "draftsmith" / "demo" / "pair" / "target"
+DRAFT = ROOT / "configs" / "bench" / "draft"
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,10 @@ def enlarged(
     old = small.config
     assert old.head_dim is not None
     large = random_model(shape, device, dtype)
-    width, ratio = old.hidden_size, old.hidden_size / shape.hidden
-    group, spacing = shape.heads // shape.kv_heads, shape.head // old.head_dim
+    width = old.hidden_size
+    ratio = old.hidden_size / shape.hidden
+    group = shape.heads // shape.kv_heads
+    spacing = shape.head // old.head_dim
     if (
         old.num_attention_heads != old.num_key_value_heads
         or old.num_attention_heads > shape.kv_heads
@@ -123,7 +123,8 @@ def enlarged(
 
     corner = slice(0, width)
     for index, layer in enumerate(large.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         # New layers read nothing new and write nothing.
         attention.o_proj.weight.zero_()
         mlp.down_proj.weight.zero_()

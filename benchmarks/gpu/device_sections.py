@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ from benchmarks.gpu.device_models import (
 )
 from benchmarks.speed.methods import Pair, build, decoder
 from draftsmith.core.errors import RunError, is_installed
+from draftsmith.core.io import JsonObject
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import encode_text, load_tokenizer
 from draftsmith.decode import SpeculativeDecoder
@@ -159,7 +159,7 @@ def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int],
 
 def _speed(
     check: Check, pair: Pair, name: str, backend: bool | str, prompts: list[list[int]], new: int
-) -> tuple[dict[str, Any], list[list[int]]]:
+) -> tuple[JsonObject, list[list[int]]]:
     with check.memory() as memory:
         if name.startswith("hf"):
             method = build(name, pair, 0.0, new)
@@ -168,7 +168,8 @@ def _speed(
             return {"tokens_per_s": len(prompts) * new / seconds, **memory}, outputs
         made = _compiled(name, pair, backend)
         first = made.generate(prompts, GREEDY, new, eos_ids=())
-        times, batch = [], first
+        times = []
+        batch = first
         for _ in range(1 if check.tiny else 3):
             batch = made.generate(prompts, GREEDY, new, eos_ids=())
             times.append((batch.decode_s, batch.prefill_s))
@@ -247,7 +248,8 @@ def _lm_drafts(
         with torch.no_grad():
             target_BTV = target(input_ids=batch.ids_BT, use_cache=False).logits
         draft_BTV = draft(input_ids=batch.ids_BT, use_cache=False).logits
-        log_q, log_p = draft_BTV.float().log_softmax(-1), target_BTV.float().log_softmax(-1)
+        log_q = draft_BTV.float().log_softmax(-1)
+        log_p = target_BTV.float().log_softmax(-1)
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
     flops = batch.ids_BT.numel() * (2 * target.num_parameters() + 6 * draft.num_parameters())

@@ -38,7 +38,8 @@ def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
     about others. Two figures of equally many seeds are paired, because they draw the same ones.
     """
     ratio_SR: Floats = np.stack([pooled_ratios(sums, picks) for sums in seeds])
-    count, mean_R = len(seeds), np.asarray(ratio_SR.mean(0))
+    count = len(seeds)
+    mean_R = np.asarray(ratio_SR.mean(0))
     if count == 1:
         return mean_R
     draws_SR = np.random.default_rng(count).integers(count, size=ratio_SR.shape)
@@ -67,7 +68,8 @@ def difference_over_seeds(
     """Mean over training seeds of a pooled ratio, less the base's, with the interval of
     `two_level`.
     """
-    ratios, b = [sums.pooled for sums in new], base.pooled
+    ratios = [sums.pooled for sums in new]
+    b = base.pooled
     known = [ratio for ratio in ratios if ratio is not None]
     value = sum(known) / len(known) - b if b is not None and len(known) == len(ratios) else None
     low, high = interval(two_level(new, picks) - pooled_ratios(base, picks), picks)

@@ -4,9 +4,8 @@ import hashlib
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from draftsmith.core.io import read_json, write_json_atomic
+from draftsmith.core.io import JsonObject, read_json, write_json_atomic
 from draftsmith.core.prompt_rows import iterate_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,10 +32,11 @@ def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
     return [{"text": text} for text in dict.fromkeys(found) if len(text) >= 100]
 
 
-def once(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def once(path: Path, make: Callable[[], JsonObject]) -> JsonObject:
     """What `make` returned when it was first asked, with the seconds it took."""
     if not path.exists():
-        started, busy = time.perf_counter(), time.process_time()
+        started = time.perf_counter()
+        busy = time.process_time()
         made = make()
         spent = {
             "seconds": time.perf_counter() - started,

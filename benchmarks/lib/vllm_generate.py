@@ -84,10 +84,12 @@ def counts(llm: Any) -> dict[str, Any]:
 
 def row(llm: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
     """The answers to one prompt, and what was counted meanwhile."""
-    before, started = counts(llm), time.perf_counter()
+    before = counts(llm)
+    started = time.perf_counter()
     params = vllm.SamplingParams(**{"ignore_eos": True, "detokenize": False} | options)
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
-    seconds, after = time.perf_counter() - started, counts(llm)
+    seconds = time.perf_counter() - started
+    after = counts(llm)
     found: dict[str, Any] = {
         "tokens": [list(answer.token_ids) for answer in output.outputs],
         "seconds": seconds,
@@ -134,7 +136,8 @@ def answer(run: dict[str, Any], pipe: Any) -> None:
             pipe.send([])
             return
         llm = vllm.LLM(**options)
-        prompts, most = run["prompts"], {"max_tokens": run["max_new_tokens"]}
+        prompts = run["prompts"]
+        most = {"max_tokens": run["max_new_tokens"]}
         rows = [[row(llm, prompt, most | way) for prompt in prompts] for way in run["ways"]]
         if "logits" in run:
             save_file({"logits": recorded(llm, prompts[0], most | run["ways"][0])}, run["logits"])
@@ -147,7 +150,8 @@ def main() -> None:
     """Each run in a process of its own, because vLLM's state is global; a fork saves the seconds of
     the import.
     """
-    runs, answers = json.loads(Path(sys.argv[1]).read_text())["runs"], {}
+    runs = json.loads(Path(sys.argv[1]).read_text())["runs"]
+    answers = {}
     mend()
     fork = multiprocessing.get_context("fork")
     for name, run in runs.items():

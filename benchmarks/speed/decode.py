@@ -38,7 +38,7 @@ from benchmarks.speed.sixteen_bits import four_bits, sixteen_bits
 from draftsmith.core.command_line import parse
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import write_text_atomic
+from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.models import dtype_name, load_model, vocabulary_size
 from draftsmith.core.provenance import git_commit, versions
 from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer
@@ -50,10 +50,8 @@ from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary, trim
 from draftsmith.drafts.heads import load_head
 from draftsmith.eval.facts import machine
 
-TARGET, DRAFT = (
-    ROOT / "draftsmith" / "demo" / "pair" / "target",
-    ROOT / "configs" / "bench" / "draft",
-)
+TARGET = ROOT / "draftsmith" / "demo" / "pair" / "target"
+DRAFT = ROOT / "configs" / "bench" / "draft"
 # Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not
 # matter.
 POSITIONS = 8192
@@ -144,7 +142,7 @@ SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
 
 def load_bench(options: Options) -> Bench:
     """Models and prompts."""
-    loading: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+    loading: JsonObject = {"device": options.device, "dtype": options.dtype}
     target, draft = (
         load_model(name, **loading)
         for name in (options.target or str(TARGET), options.draft or str(DRAFT))
@@ -216,9 +214,10 @@ def long_text(tokenizer: Tokenizer, tokens: int) -> list[int]:
     raise ValueError(f"the held-out prose has only {len(ids)} tokens")
 
 
-def setting(options: Options, bench: Bench) -> dict[str, Any]:
+def setting(options: Options, bench: Bench) -> JsonObject:
     """Where and on what this was measured."""
-    target, draft = bench.pair.target, bench.pair.draft
+    target = bench.pair.target
+    draft = bench.pair.draft
     return {
         "device": device_name(target),
         "cores": os.cpu_count(),
@@ -247,7 +246,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     resolve_device(options.device)
     bench = load_bench(options)
-    result: dict[str, Any] = {"setting": setting(options, bench)}
+    result: JsonObject = {"setting": setting(options, bench)}
     for name in dict.fromkeys([*options.sections, *(["peers"] if options.peers else [])]):
         started = time.monotonic()
         result[name] = SECTIONS[name](bench, options)

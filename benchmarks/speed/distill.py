@@ -79,7 +79,8 @@ def prompts(options: Options, tokenizer: Tokenizer, count: int) -> list[list[int
     if options.chats:
         read = read_prompts(options.chats, tokenizer).prompts
         return [list(prompt.ids) for prompt in islice(read, count)]
-    draw, words = random.Random(0), TEXT.split()
+    draw = random.Random(0)
+    words = TEXT.split()
     texts = [" ".join(draw.choices(words, k=draw.randint(4, 40))) for _ in range(count)]
     return [encode_text(tokenizer, text) for text in texts]
 

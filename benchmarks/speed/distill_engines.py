@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.lib.engines import VLLM_ON_A_CPU, how_to_get, program, vllm_server
 from benchmarks.lib.timing import rotated
 from draftsmith.core.errors import RunError
+from draftsmith.core.io import JsonObject
 
 # Rows at a time of `hf`, and requests at a time to vLLM's server.
 BATCH = 32
@@ -25,7 +26,7 @@ def engines(
     new_tokens: int,
     dtypes: Sequence[str],
     directory: Path,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Tokens and rows per second, by dtype, of `hf`, of `vllm` in process and of `openai` before
     vLLM's server: medians over rounds of prompts, which the engines answer in turn.
     """
@@ -39,7 +40,7 @@ def engines(
         "max_new_tokens": new_tokens,
         "temperature": 1.0,
     }
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for dtype in dtypes:
         try:
             made = _answered(python, common | {"dtype": dtype}, rounds, directory)
@@ -50,7 +51,7 @@ def engines(
 
 
 def _answered(
-    python: Path, common: dict[str, Any], rounds: Sequence[Sequence[Sequence[int]]], directory: Path
+    python: Path, common: JsonObject, rounds: Sequence[Sequence[Sequence[int]]], directory: Path
 ) -> dict[str, list[dict[str, float]]]:
     """What every engine took for every round, after a warm-up."""
     workers: dict[str, Worker] = {}
@@ -82,7 +83,7 @@ def _answered(
     return {name: made[1:] for name, made in by_round.items()}
 
 
-def _rates(made: Sequence[dict[str, float]], hf: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _rates(made: Sequence[dict[str, float]], hf: Sequence[dict[str, float]]) -> JsonObject:
     speeds, own = ([each["tokens"] / each["seconds"] for each in rounds] for rounds in (made, hf))
     return {
         "tokens_per_s": statistics.median(speeds),
@@ -96,7 +97,7 @@ Worker = Callable[[Sequence[Sequence[int]], int], dict[str, float]]
 
 
 @contextmanager
-def _worker(python: Path, config: dict[str, Any], file: Path) -> Iterator[Worker]:
+def _worker(python: Path, config: JsonObject, file: Path) -> Iterator[Worker]:
     """An engine of `distill` in a process of its own (`distill_engine.py`), which the first round
     waits for to be loaded. Raises RunError if it dies.
     """

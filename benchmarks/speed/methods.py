@@ -15,13 +15,12 @@ PROPOSER@TREE[/VERIFIER]  another proposer that needs no weights, such as prompt
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import read_tree_file
+from draftsmith.core.io import JsonObject, read_tree_file
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
     PROPOSERS,
@@ -35,7 +34,8 @@ from draftsmith.drafts.heads import Head
 
 # `hf-assisted`: the defaults of transformers' own generation config, written out so that they are
 # fixed here.
-ASSISTED_TOKENS, ASSISTED_CONFIDENCE = 20, 0.4
+ASSISTED_TOKENS = 20
+ASSISTED_CONFIDENCE = 0.4
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,8 @@ def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
     proposer_name, _, rest = name.rpartition("@")
     tree, _, verifier = rest.rpartition("/")
     if verifier not in VERIFIERS:
-        tree, verifier = rest, ""
+        tree = rest
+        verifier = ""
     makers: dict[str, Callable[[], Proposer]] = {
         each: partial(kind.make, None)
         for each, kind in PROPOSERS.items()
@@ -136,7 +137,7 @@ def _ours(
 def _hugging_face(
     pair: Pair, sampling: Sampling, max_new_tokens: int, assisted: tuple[int, float] | None
 ) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
-    settings: dict[str, Any] = {"do_sample": False}
+    settings: JsonObject = {"do_sample": False}
     if not sampling.greedy:
         # Without top_k=0 generate keeps the 50 most probable tokens.
         settings = {

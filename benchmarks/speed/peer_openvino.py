@@ -65,10 +65,12 @@ def measured(
             config.temperature = temperature
         if ahead is not None:
             config.num_assistant_tokens = ahead
-        speeds, outputs = [], []
+        speeds = []
+        outputs = []
         for turn, prompts in enumerate([request["prompts"][0][:1], *request["prompts"]]):
             config.rng_seed = turn
-            seconds, count = 0.0, 0
+            seconds = 0.0
+            count = 0
             for prompt in prompts:
                 ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
                 inputs = openvino_genai.TokenizedInputs(

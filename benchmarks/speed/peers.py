@@ -21,6 +21,7 @@ from benchmarks.lib.engines import complete, how_to_get, llama_server, program, 
 from benchmarks.speed.methods import Method, Pair
 from benchmarks.speed.sections import Bench
 from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.drafts.layouts import gguf_file
 from draftsmith.drafts.load import Source, load_source
@@ -29,7 +30,7 @@ from draftsmith.drafts.load import Source, load_source
 AHEAD = (2, 4)
 # Of one temperature: median tokens per second over rounds (prefill included), and the outputs of
 # all prompts.
-Measured = dict[str, Any]
+Measured = JsonObject
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Asked:
         }
 
 
-def compare(bench: Bench, asked: Asked) -> dict[str, Any]:
+def compare(bench: Bench, asked: Asked) -> JsonObject:
     """Tokens per second of every engine that is there, by way and temperature, over those of this
     engine's target alone (`over_ar`), and how many greedy outputs equal its own. Nothing can be
     interleaved between processes, so `ar` is timed before and after each engine: the two figures
@@ -78,7 +79,7 @@ def compare(bench: Bench, asked: Asked) -> dict[str, Any]:
     return {name: beside(bench, asked, engine) for name, engine in ENGINES.items()}
 
 
-def beside(bench: Bench, asked: Asked, engine: Callable[[Asked], dict[str, Any]]) -> dict[str, Any]:
+def beside(bench: Bench, asked: Asked, engine: Callable[[Asked], JsonObject]) -> JsonObject:
     """One engine, with `ar` before and after."""
     alone = {
         f"T={temperature:g}": bench.build("ar", temperature) for temperature in asked.temperatures
@@ -114,7 +115,7 @@ def _speed(method: Method, rounds: Sequence[Sequence[Sequence[int]]]) -> float:
     return statistics.median(speeds)
 
 
-def openvino(asked: Asked) -> dict[str, Any]:
+def openvino(asked: Asked) -> JsonObject:
     """OpenVINO GenAI through `peer_openvino.py`: in 16 bits as it comes, else with fp32 arithmetic
     and cache.
     """
@@ -149,16 +150,17 @@ def openvino(asked: Asked) -> dict[str, Any]:
     return {"version": found["version"]} | ways
 
 
-def llama_cpp(asked: Asked) -> dict[str, Any]:
+def llama_cpp(asked: Asked) -> JsonObject:
     """llama.cpp's server as it comes, alone, with the draft and with the head: the target in F16,
     and in F32 or, for models in 16 bits, Q8_0.
     """
     server = program("llama-server")
     if server is None:
         return {"skipped": f"not here: {how_to_get('llama-server')}"}
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     with tempfile.TemporaryDirectory() as directory:
-        place, tokenizer = Path(directory), asked.tokenizer
+        place = Path(directory)
+        tokenizer = asked.tokenizer
         drafts = {"draft": ("draft-simple", gguf(place / "draft", tokenizer, asked.pair.draft))}
         if asked.head is not None:
             head = load_source(asked.head, asked.pair.target.name_or_path, "float16")
@@ -194,7 +196,7 @@ def gguf(directory: Path, tokenizer: Tokenizer, model: Any, kind: str = "F16") -
     return directory / gguf_file.FILE
 
 
-def _served(server: Path, words: Sequence[str], asked: Asked) -> dict[str, Any]:
+def _served(server: Path, words: Sequence[str], asked: Asked) -> JsonObject:
     speeds: list[list[float]] = [[] for _ in asked.temperatures]
     outputs: list[list[list[int]]] = [[] for _ in asked.temperatures]
     try:
@@ -221,7 +223,7 @@ def _served(server: Path, words: Sequence[str], asked: Asked) -> dict[str, Any]:
     return asked.measured(speeds, outputs)
 
 
-def vllm(asked: Asked) -> dict[str, Any]:
+def vllm(asked: Asked) -> JsonObject:
     """vLLM in the dtype of the models, one request at a time: alone, with the draft, and with the
     head.
     """
@@ -239,7 +241,7 @@ def vllm(asked: Asked) -> dict[str, Any]:
             "max_model_len": longest,
             "max_num_seqs": 1,
         }
-        ways: dict[str, Any] = {"alone": engine}
+        ways: JsonObject = {"alone": engine}
         drafts = {"draft": ("draft_model", names["draft"])}
         if asked.head is not None:
             out = f"{directory}/head"
@@ -251,7 +253,7 @@ def vllm(asked: Asked) -> dict[str, Any]:
             for ahead in AHEAD:
                 how = {"method": method, "model": model, "num_speculative_tokens": ahead}
                 ways[f"{name}, {ahead} tokens"] = engine | {"speculative_config": how}
-        common: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "threads": asked.threads}
+        common: JsonObject = {"max_new_tokens": asked.max_new_tokens, "threads": asked.threads}
         common["ways"] = [
             {"temperature": temperature, "seed": 0} for temperature in asked.temperatures
         ]
@@ -270,7 +272,7 @@ def vllm(asked: Asked) -> dict[str, Any]:
             if isinstance(rows, dict)
         }
         by_name |= vllm_answers(python, refused)["answers"] if refused else {}
-    found: dict[str, Any] = {"version": answers["engine"], "not_compiled": list(refused)}
+    found: JsonObject = {"version": answers["engine"], "not_compiled": list(refused)}
     for name, by_way in by_name.items():
         if isinstance(by_way, dict):
             found[name] = {"failed": by_way["refused"]}
@@ -294,7 +296,7 @@ def vllm(asked: Asked) -> dict[str, Any]:
     return found
 
 
-ENGINES: dict[str, Callable[[Asked], dict[str, Any]]] = {
+ENGINES: dict[str, Callable[[Asked], JsonObject]] = {
     "llama-server": llama_cpp,
     "openvino-genai": openvino,
     "vllm": vllm,

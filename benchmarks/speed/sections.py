@@ -26,6 +26,7 @@ from benchmarks.lib.timing import (
     timed_run,
 )
 from benchmarks.speed.methods import Method, Pair, build
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import context_length
 from draftsmith.decode.packed_weights import kernel_products
 
@@ -71,14 +72,14 @@ class Bench:
         )
 
 
-def forwards(bench: Bench, contexts: Sequence[int]) -> dict[str, Any]:
+def forwards(bench: Bench, contexts: Sequence[int]) -> JsonObject:
     """Milliseconds of one forward by number of rows, behind each of these contexts, and the ratio
     to one row.
 
     `share_of_memory_limit`: of ours for one row, what it reads (weights and cache) over the
     bandwidth.
     """
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, model, apart, row_counts in (
         ("target", bench.pair.target, bench.apart.target, FORWARD_ROWS),
         ("draft", bench.pair.draft, bench.apart.draft, FORWARD_ROWS[:3]),
@@ -104,7 +105,7 @@ def _by_rows(
     apart: PreTrainedModel,
     context: Sequence[int],
     row_counts: Sequence[int],
-) -> dict[str, Any]:
+) -> JsonObject:
     made = {
         "transformers": hugging_face_forwards(apart, context, row_counts),
         "ours": runner_forwards(model, context, row_counts, True),
@@ -155,7 +156,7 @@ def _cost_of_zeros(model: PreTrainedModel, context: Sequence[int]) -> dict[str, 
 
 def methods(
     bench: Bench, names: Sequence[str], temperatures: Sequence[float], rounds: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Every method on the same prompts, other ones in every round, by temperature; `_summary` says
     what is kept.
     """
@@ -166,9 +167,7 @@ def methods(
     }
 
 
-def _methods_at(
-    bench: Bench, names: Sequence[str], temperature: float, rounds: int
-) -> dict[str, Any]:
+def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> JsonObject:
     target = bench.pair.target
     made = {name: bench.build(name, temperature) for name in names}
     # By way, then round, then prompt.
@@ -193,7 +192,7 @@ def _methods_at(
                     runs[name][turn].append(run)
             read.append((before + bandwidth(target.device)) / 2)
     limit_s = statistics.median(min(each.values()) for each in raw_s)
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "raw_forward_ms": {
             name: 1e3 * statistics.median(each[name] for each in raw_s) for name in raw
         },
@@ -248,7 +247,7 @@ def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> st
     return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
 
 
-def _summary(method: Method, rounds: Sequence[Sequence[Run]], limit_s: float) -> dict[str, Any]:
+def _summary(method: Method, rounds: Sequence[Sequence[Run]], limit_s: float) -> JsonObject:
     """Speed, tau and where a step's time goes: medians over rounds, prefill included, counts over
     everything.
 

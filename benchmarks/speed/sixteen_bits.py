@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from benchmarks.lib.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
 from benchmarks.speed.methods import Pair, build, endless
 from benchmarks.speed.sections import Bench
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, take_over
@@ -45,7 +46,7 @@ def kept_in_fp32() -> Iterator[None]:
         yield
 
 
-def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, Any]:
+def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> JsonObject:
     """Forwards by number of rows, tokens per second, and resident memory, each in 16 bits over
     fp32.
     """
@@ -55,7 +56,7 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
             with kept_in_fp32() if kept == "fp32" else nullcontext():
                 take_over(model)
                 Runner(model, attention_windows(model), None, packs_of(model))  # packs
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
     }
     speeds, outputs, read = _speeds(pairs, bench, names, rounds)
@@ -84,7 +85,7 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> dict[str, A
     return found
 
 
-def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
+def four_bits(bench: Bench, rounds: int) -> JsonObject:
     """The same target rounded to nf4 by bitsandbytes beside 16 bits; another model, so that its
     outputs differ.
     """
@@ -94,7 +95,7 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
         copy.deepcopy(bench.apart.target).save_pretrained(directory)
         rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
     pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
-    found: dict[str, Any] = {
+    found: JsonObject = {
         "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
     }
     speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
@@ -109,7 +110,7 @@ def four_bits(bench: Bench, rounds: int) -> dict[str, Any]:
     return found
 
 
-def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> dict[str, Any]:
+def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> JsonObject:
     made = {
         kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()
     }
@@ -129,11 +130,12 @@ Speeds = dict[tuple[str, str], list[float]]
 Outputs = dict[tuple[str, str], list[list[int]]]
 
 
-def _compared(name: str, speeds: Speeds, outputs: Outputs) -> dict[str, Any]:
+def _compared(name: str, speeds: Speeds, outputs: Outputs) -> JsonObject:
     """Greedy tokens per second of a method; the gain is the median over rounds of the ratio within
     a round.
     """
-    sixteen, fp32 = speeds[name, "sixteen"], speeds[name, "fp32"]
+    sixteen = speeds[name, "sixteen"]
+    fp32 = speeds[name, "fp32"]
     return {
         "sixteen": statistics.median(sixteen),
         "fp32": statistics.median(fp32),

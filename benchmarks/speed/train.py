@@ -170,7 +170,8 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
         draft_NV = draft(input_ids=ids_BT, use_cache=False).logits[:, :-1].flatten(0, 1)
         if target_NV is None or options.objective != "fkl":
             return objective.loss(draft_NV, target_NV, tokens_N).sum()
-        log_q, log_p = draft_NV.float().log_softmax(-1), target_NV.float().log_softmax(-1)
+        log_q = draft_NV.float().log_softmax(-1)
+        log_p = target_NV.float().log_softmax(-1)
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
     def trainee_of(method: str) -> torch.nn.Module:
@@ -214,7 +215,8 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
     once.
     """
     target, draft = make_models(options)
-    objective, count = parse_objective(options.objective), options.batch * options.sequence
+    objective = parse_objective(options.objective)
+    count = options.batch * options.sequence
     projections = [
         LMTrainee(draft, objective, target).projection,
         LMTrainee(target, objective).projection,
@@ -275,7 +277,8 @@ def measured_memory(method: str) -> dict[str, int]:
 
 def timed(step: StepFunction) -> tuple[float, float]:
     """Seconds of one step: by the clock, and of all this process's cores together."""
-    started, busy = time.perf_counter(), time.process_time()
+    started = time.perf_counter()
+    busy = time.process_time()
     step()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

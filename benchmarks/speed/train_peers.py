@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from draftsmith.core.errors import is_installed
+from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import load_tokenizer
 
 # TRL's name for a divergence is the beta of its generalised Jensen-Shannon divergence.
@@ -44,7 +45,7 @@ def backward_of(
     bf16: bool,
 ) -> Callable[[], Tensor]:
     """A function that makes the gradients of a step of `draft` and returns the loss per token."""
-    common: dict[str, Any] = {
+    common: JsonObject = {
         "output_dir": tempfile.mkdtemp(),
         "report_to": "none",
         "use_cpu": ids_BT.device.type == "cpu",

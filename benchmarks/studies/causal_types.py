@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -24,6 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.lib.tiny_types import VOCABULARY, causal_types, tiny_config, tiny_model
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.core.teacher_rows import unpack
@@ -185,7 +185,7 @@ def gets_mtp(subject: Subject) -> None:
 
 def fresh_head(kind: str, target: PreTrainedModel) -> Head:
     """A small untrained head of a kind."""
-    options: dict[str, Any] = {}
+    options: JsonObject = {}
     if kind in ("medusa", "hydra"):
         options = {"num_heads": 2}
     if kind in ("dflash", "dspark", "jetspec"):

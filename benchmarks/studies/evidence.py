@@ -15,6 +15,7 @@ from benchmarks.studies import (
     real_tables,
     recipe_tables,
 )
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 
@@ -265,8 +266,8 @@ def recipe(
 
 def how_fast(
     drafts: Sequence[Mapping[str, Any]],
-    engines: dict[str, Any],
-    longest: dict[str, Any],
+    engines: JsonObject,
+    longest: JsonObject,
     command: Results,
 ) -> Evidence:
     """Return the tables of speed. drafts: every draft of SmolLM2 by tree. engines: two drafts here

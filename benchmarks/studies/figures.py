@@ -49,10 +49,8 @@ def keep(
     """Keep results under a name. public: what paths of this machine become; the run's directory is
     out/demo. rows: figures whose rows are kept; all when empty.
     """
-    text, runs = (
-        source.read_text(encoding="utf-8"),
-        (source.resolve().parents[1], source.parents[1]),
-    )
+    text = source.read_text(encoding="utf-8")
+    runs = (source.resolve().parents[1], source.parents[1])
     for path, word in (public or dict.fromkeys(map(str, runs), "out/demo")).items():
         text = text.replace(path, word) if len(path) > 1 else text
     if rows:
@@ -130,14 +128,16 @@ def tables(root: Path) -> None:
         (root / "docs" / "results" / f"{page.name}.md").write_text(page.details(), encoding="utf-8")
     verdicts = (root / "docs" / "results" / "reproduction.md").read_text(encoding="utf-8")
     put(root / "docs" / "evidence" / "reproduction.md", evidence.claims(verdicts))
-    small, large = results_of(root, "demo"), results_of(root, "demo-large")
+    small = results_of(root, "demo")
+    large = results_of(root, "demo-large")
     chat = results_of(root, "real-command")
     put(root / "README.md", evidence.in_one_table(small, large, chat))
 
 
 def pictures(root: Path) -> None:
     """Write the pictures of the pages of evidence."""
-    which, out = results_of(root, "real-which"), root / "docs" / "figures"
+    which = results_of(root, "real-which")
+    out = root / "docs" / "figures"
     real_figures.which(which, real_tables.NAMES, out)
     real_figures.align(alignments(root), real_tables.NAMES, out)
     real_figures.amount(results_of(root, "real-amount"), out)
@@ -147,7 +147,8 @@ def pictures(root: Path) -> None:
 
 def demo_report(root: Path) -> None:
     """Write the first page of the demo's report, light and dark, by Chromium."""
-    small, large = kept(root, "demo"), kept(root, "demo-large")
+    small = kept(root, "demo")
+    large = kept(root, "demo-large")
     if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
         sys.stderr.write("docs/figures/demo-report*.png: not made again, needs chromium\n")
         return

@@ -8,6 +8,7 @@ import numpy as np
 
 from benchmarks.lib.pages import gap, table
 from benchmarks.lib.seeds import difference_over_seeds, pool_sums, two_level
+from draftsmith.core.io import JsonObject
 from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import (
     PromptSums,
@@ -47,12 +48,13 @@ class Comparison:
     base: Alphas
     picks: Mapping[str, Resamples]
 
-    def changes(self, seeds: Sequence[Alphas]) -> dict[str, Any]:
+    def changes(self, seeds: Sequence[Alphas]) -> JsonObject:
         """Alpha of a draft and its change over the base, by place, and on the worst of the other
         sets. seeds: of the draft, one for each training seed.
         """
-        own, others = (self.sets.own,), self.sets.others
-        row: dict[str, Any] = {"id": self._change(seeds, own), "ood": self._change(seeds, others)}
+        own = (self.sets.own,)
+        others = self.sets.others
+        row: JsonObject = {"id": self._change(seeds, own), "ood": self._change(seeds, others)}
         for name in others:
             row[f"set {name}"] = self._change(seeds, (name,))
         worst = min(others, key=lambda name: row[f"set {name}"]["change"]["value"])
@@ -62,19 +64,22 @@ class Comparison:
         """The gain in distribution over the plain method's, with the interval of their paired
         quotient, of the seeds that both have.
         """
-        together, own = min(len(new), len(plain)), self.sets.own
+        together = min(len(new), len(plain))
+        own = self.sets.own
         new_sums = [alphas[own] for alphas in new[:together]]
         plain_sums = [alphas[own] for alphas in plain[:together]]
-        base, picks = self.base[own], self.picks[own]
+        base = self.base[own]
+        picks = self.picks[own]
         base_R = pooled_ratios(base, picks)
         new_gain_R = two_level(new_sums, picks) - base_R
         plain_gain_R = two_level(plain_sums, picks) - base_R
         with np.errstate(divide="ignore", invalid="ignore"):
             low, high = interval(new_gain_R / plain_gain_R, picks)
-        gain, plain_gain = _gain(new_sums, base), _gain(plain_sums, base)
+        gain = _gain(new_sums, base)
+        plain_gain = _gain(plain_sums, base)
         return {"value": gain / plain_gain if plain_gain else None, "low": low, "high": high}
 
-    def _change(self, seeds: Sequence[Alphas], names: Sequence[str]) -> dict[str, Any]:
+    def _change(self, seeds: Sequence[Alphas], names: Sequence[str]) -> JsonObject:
         each = [_pooled(alphas, names) for alphas in seeds]
         picks = pool_resamples([self.picks[name] for name in names])
         change = difference_over_seeds(each, _pooled(self.base, names), picks)
@@ -101,7 +106,7 @@ def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:
 
 def document_of(
     sets: Sets, base: Alphas, found: Mapping[str, Sequence[Alphas]], count: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """Changes over the base by way to align, with the share of the gain of `plain`.
 
     found: by way, alphas by training seed. Intervals are over seeds and prompts; count: resamples.

@@ -53,7 +53,8 @@ def heads(results: Results, first: str) -> list[str]:
 
     alpha: Any = (itemgetter("sum"), itemgetter("count"))
     tau: Any = (itemgetter("emitted"), itemgetter("target_calls"))
-    rows, depths = [], []
+    rows = []
+    depths = []
     for kind in kinds:
         model: Any = results.document["models"][f"{kind}-1"]
         row = [NAMES[kind], f"{model['parameters'] / 1e6:.2f} M"]

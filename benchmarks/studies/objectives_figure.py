@@ -3,10 +3,10 @@ learning rate.
 """
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, write_png
 
 # Those with a colour; with more, none could be told apart. The others are drawn in grey.
@@ -15,7 +15,7 @@ PATHS = {"": LIGHT, "-dark": DARK}
 WIDTH, HEIGHT = 10.0, 4.6  # inches
 
 
-def write_pictures(results: dict[str, Any], out: Path, name: str = "objectives") -> None:
+def write_pictures(results: JsonObject, out: Path, name: str = "objectives") -> None:
     """OUT/NAME.png and NAME-dark.png."""
     roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
     for suffix, colours in PATHS.items():
@@ -23,7 +23,7 @@ def write_pictures(results: dict[str, Any], out: Path, name: str = "objectives")
         write_png(picture(results, look), out / f"{name}{suffix}.png")
 
 
-def picture(results: dict[str, Any], look: Look) -> Figure:
+def picture(results: JsonObject, look: Look) -> Figure:
     """alpha ID (x) and OOD (y) at T = 1, seed 0: one line per objective, one mark per rate, larger
     with the rate.
     """
@@ -36,7 +36,8 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
         names = [name for name in results["by_rate"] if name not in COLOURED]
         for name in [*names, *(name for name in COLOURED if name in results["by_rate"])]:
             tried = [results["by_rate"][name][f"{rate:g}"] for rate in rates]
-            x, y = [at[own] for at in tried], [at["ood"] for at in tried]
+            x = [at[own] for at in tried]
+            y = [at["ood"] for at in tried]
             known = name in COLOURED
             colour = look.colour(name) if known else look.colours["line"]
             ax.plot(x, y, color=colour, lw=1.8 if known else 1.2, zorder=3 if known else 2)
@@ -71,7 +72,8 @@ def picture(results: dict[str, Any], look: Look) -> Figure:
         )
         ax.set_ylabel("α out of distribution")
         low, high = ax.get_ylim()
-        spread, last = (high - low) * 15 / (HEIGHT * 72 - 62), float("inf")
+        spread = (high - low) * 15 / (HEIGHT * 72 - 62)
+        last = float("inf")
         for x_end, y_end, name in sorted(ends, key=lambda end: -end[1]):
             last = min(y_end, last - spread)
             ax.annotate(

@@ -1,15 +1,14 @@
 """Tables of the study of objectives on small pairs."""
 
-from typing import Any
-
 from benchmarks.lib.pages import gap, table
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.formats import with_interval
 
 # What differences are taken from, and what every data mode is trained with.
 ALIKE = "fkl"
 
 
-def tables(results: dict[str, Any]) -> str:
+def tables(results: JsonObject) -> str:
     """All tables of a pair, in Markdown."""
     own, *others = results["domains"]
     parts = []
@@ -71,9 +70,10 @@ def tables(results: dict[str, Any]) -> str:
     return "\n\n".join([*parts, f"**T = 1: seeds**\n\n{table(heading, rows)}"]) + "\n"
 
 
-def in_short(results: dict[str, Any], first: str) -> str:
+def in_short(results: JsonObject, first: str) -> str:
     """alpha ID and OOD at T = 1, and ID at T = 0, by objective, each over fkl."""
-    own, rows = results["domains"][0], []
+    own = results["domains"][0]
+    rows = []
     for name in results["by_rate"]:
         cells = [
             results["figures"][at][name][place]
@@ -87,10 +87,10 @@ def in_short(results: dict[str, Any], first: str) -> str:
     return table([first, "ID", over, "OOD", over, "ID, T = 0", over], rows)
 
 
-def over_fkl(cell: dict[str, Any]) -> str:
+def over_fkl(cell: JsonObject) -> str:
     """A figure over that of fkl; empty if there is none."""
     return _above(cell.get(f"above_{ALIKE}"))
 
 
-def _above(change: dict[str, Any] | None) -> str:
+def _above(change: JsonObject | None) -> str:
     return gap(change, clear=change is not None and change["told_apart"])

@@ -137,7 +137,9 @@ def _step(found: Any, step: str) -> Any:
 
 def _rendered(root: Path, sentence: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a sentence with its figures, as `_plain`, and where they stand in it."""
-    text, spans, end = "", [], 0
+    text = ""
+    spans = []
+    end = 0
     for match in _NAME.finditer(sentence):
         text += _plain(sentence[end : match.start()])
         figure = _plain(_shown(value(root, match[1]), match[2]))

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.studies import frontier_tables
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.bootstrap import PromptSums
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
 from draftsmith.eval.results import Results
@@ -44,7 +45,7 @@ def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> 
     write(out, "real-align", ["base", *ways], "base", partial(_changes, documents, ways, names))
 
 
-def over_seeds(results: Results, temperature: float) -> dict[str, Any]:
+def over_seeds(results: Results, temperature: float) -> JsonObject:
     """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft
     (`frontier_tables`).
     """
@@ -91,7 +92,8 @@ def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
 
 def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
     """A panel per temperature; a column per set, in it a point with its interval per draft."""
-    domains, drafts = results.domains(), results.drafts
+    domains = results.domains()
+    drafts = results.drafts
     panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
     for ax, temperature in zip(panels, results.temperatures, strict=True):
         for number, draft in enumerate(drafts):
@@ -176,7 +178,7 @@ def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: 
 def _points(
     ax: Axes,
     places: Sequence[float],
-    rows: Sequence[Row | dict[str, Any] | None],
+    rows: Sequence[Row | JsonObject | None],
     draft: str,
     names: Mapping[str, str],
     look: Look,

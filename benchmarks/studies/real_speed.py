@@ -15,7 +15,7 @@ from benchmarks.lib.sets import once
 from benchmarks.lib.timing import rotated
 from benchmarks.speed import decode as bench_decode, peers, sections
 from benchmarks.studies.real_study import Study
-from draftsmith.core.io import read_json, write_json_atomic
+from draftsmith.core.io import JsonObject, read_json, write_json_atomic
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import load_tokenizer
@@ -27,15 +27,18 @@ from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 from draftsmith.pair import load_pair
 
-BITS: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+BITS: JsonObject = {"dtype": "bfloat16", "device": "cpu"}
 TEMPERATURES = (0.0, 1.0)
 # Of `every_draft`.
-TREES, ROUNDS, CHATS, WARM_UP = ("chain:2", "chain:4", "kary:4"), 5, 2, 8
+TREES = ("chain:2", "chain:4", "kary:4")
+ROUNDS = 5
+CHATS = 2
+WARM_UP = 8
 # Decoders by draft and tree.
 Ways = dict[tuple[str, str], SpeculativeDecoder]
 KEYS = ("tokens_per_s", "speed_over_ar", "tau")
 # Few, so that the four plans take minutes.
-PLANNED: dict[str, Any] = {"max_prompts": 8, "confirm_prompts": 4}
+PLANNED: JsonObject = {"max_prompts": 8, "confirm_prompts": 4}
 # What the table of the page calls the drafts of the kept speeds.
 TIMED = {
     "pruned": "two pruned layers, AdamW, 624 steps",
@@ -50,11 +53,12 @@ TIMED = {
 PARTS = ("memory", "one_token", "more_rows", "draft", "prompt", "outside", "step", "limit")
 
 
-def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
+def measure(study: Study, language_model: str, head: str) -> JsonObject:
     """Plan the trees of both drafts, time them beside the target alone and transformers, then the
     other engines. Every part is a file in OUT/speed, and results.json holds all.
     """
-    place, chats = study.out / "speed", study.prompts("chat")
+    place = study.out / "speed"
+    chats = study.prompts("chat")
     drafts = {
         "": str(study.out / "drafts" / language_model),
         "head@": str(study.out / "drafts" / head),
@@ -70,7 +74,7 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
         **BITS,
     )
     names: dict[float, list[str]] = {}
-    plans: dict[str, Any] = {}
+    plans: JsonObject = {}
     for temperature in TEMPERATURES:
         names[temperature] = ["hf-assisted", "prompt_lookup@chain:2", "prompt_lookup@chain:4"]
         for which, draft in drafts.items():
@@ -101,8 +105,8 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
         prompts=[list(prompt.ids) for prompt in islice(read, options.rounds * options.prompts)],
     )
 
-    def ours() -> dict[str, Any]:
-        found: dict[str, Any] = {"setting": bench_decode.setting(options, bench), "plans": plans}
+    def ours() -> JsonObject:
+        found: JsonObject = {"setting": bench_decode.setting(options, bench), "plans": plans}
         # Without the paths of the machine.
         found["setting"]["options"] |= {
             "target": Path(options.target or "").name,
@@ -119,11 +123,11 @@ def measure(study: Study, language_model: str, head: str) -> dict[str, Any]:
     asked = bench_decode.asked(bench, options)
     if draft_kind(drafts["head@"]) != "eagle3":
         asked = replace(asked, head=None)
-    makers: dict[str, Callable[[], dict[str, Any]]] = {"ours": ours}
+    makers: dict[str, Callable[[], JsonObject]] = {"ours": ours}
     makers |= {
         name: partial(peers.beside, bench, asked, engine) for name, engine in peers.ENGINES.items()
     }
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     for name, make in makers.items():
         file = place / f"{name}-{language_model}-{head}.json"
         found[name] = once(file, make)
@@ -141,7 +145,7 @@ def every_draft(
     domains: Sequence[str] = ("chat",),
     trees: Sequence[str] = TREES,
     behind_lookup: Sequence[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Speed of every draft that is there, with the same trees, in OUT/PIECE/results.json.
 
     domains: of the prompts. behind_lookup: trees with which each also drafts where prompt lookup
@@ -172,7 +176,7 @@ def every_draft(
 
 def _timed(
     ways: Ways, texts: Sequence[Sequence[int]], temperature: float, new_tokens: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Yield the figures of every way. Rounds alternate between all of them; each has other texts.
     Speeds are medians of the rounds, over the target alone in the same round; the prompt's forward
     is not counted.
@@ -204,7 +208,7 @@ def _timed(
         }
 
 
-def speeds_table(found: dict[str, Any]) -> str:
+def speeds_table(found: JsonObject) -> str:
     """Speeds of ours and of the others."""
     heads = [
         f"{what}, T = {at:g}"
@@ -220,7 +224,8 @@ def with_intervals(engines: Sequence[Mapping[str, Any]], command: Results) -> st
     """
     rows = []
     for found in engines:
-        setting, options = found["ours"]["setting"], found["ours"]["setting"]["options"]
+        setting = found["ours"]["setting"]
+        options = found["ours"]["setting"]["options"]
         for which, planned in found["ours"]["plans"].items():
             draft = options["head"] if which.startswith("head@") else options["draft"]
             at = which.rpartition(" ")[2]
@@ -236,7 +241,7 @@ def with_intervals(engines: Sequence[Mapping[str, Any]], command: Results) -> st
     return table(["draft", "set", "tree", "T", "processor", "prompts", "over alone"], rows)
 
 
-def speed_tables(found: dict[str, Any]) -> str:
+def speed_tables(found: JsonObject) -> str:
     """Speeds of ours and of the others; the milliseconds of a step of ours; forwards by rows."""
     text = f"\n{speeds_table(found)}\n"
     text += "".join(
@@ -263,7 +268,7 @@ def speed_tables(found: dict[str, Any]) -> str:
     return text + f"\nMilliseconds of a forward by number of tokens\n\n{forward_table}\n"
 
 
-def ledger(found: dict[str, Any], temperature: float) -> str:
+def ledger(found: JsonObject, temperature: float) -> str:
     """Milliseconds of a step of ours, by part."""
     rows = (
         [_name(found, name), *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
@@ -273,12 +278,12 @@ def ledger(found: dict[str, Any], temperature: float) -> str:
     return table(["", *PARTS], rows)
 
 
-def _ways(found: dict[str, Any], temperature: float) -> dict[str, dict[str, Any]]:
+def _ways(found: JsonObject, temperature: float) -> dict[str, JsonObject]:
     methods = found["ours"][f"T={temperature:g}"]
     return {name: way for name, way in methods.items() if isinstance(way, dict) and "tau" in way}
 
 
-def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
+def _speeds(found: JsonObject) -> Iterator[list[str]]:
     cold, hot = (_ways(found, at) for at in TEMPERATURES)
     for name in cold:
         yield [
@@ -297,7 +302,7 @@ def _speeds(found: dict[str, Any]) -> Iterator[list[str]]:
                 yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
 
 
-def _name(found: dict[str, Any], method: str) -> str:
+def _name(found: JsonObject, method: str) -> str:
     """What the table calls a method of `decode.py`."""
     if method.startswith("hf"):
         return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
@@ -309,14 +314,14 @@ def _name(found: dict[str, Any], method: str) -> str:
     return "draftsmith, alone" if method == "ar" else f"draftsmith, {draft}, {tree}"
 
 
-def _served(found: dict[str, Any], engine: str) -> dict[str, Any]:
+def _served(found: JsonObject, engine: str) -> JsonObject:
     ways = found[engine].items()
     return {
         name: way for name, way in ways if isinstance(way, dict) and "T=0" in way and name != "ar"
     }
 
 
-def _best(found: dict[str, Any], temperature: float) -> str:
+def _best(found: JsonObject, temperature: float) -> str:
     """Our best draft, over ours alone and over the best that others do in 16 bits."""
     ours = {name: way["speed_over_ar"] for name, way in _ways(found, temperature).items()}
     others = {name: ours.pop(name) for name in list(ours) if name.startswith("hf")}

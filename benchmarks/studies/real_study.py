@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.sets import ROOT, pieces, shuffled
-from draftsmith.core.io import atomic_dir, read_json, write_rows, write_sealed
+from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_rows, write_sealed
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompt_rows import iterate_rows
 from draftsmith.core.tokenization import load_tokenizer
@@ -92,7 +92,7 @@ class Study:
         return Path(self.options.out)
 
     @property
-    def machine(self) -> dict[str, Any]:
+    def machine(self) -> JsonObject:
         """Where and in what drafts are trained and measured: in 16 bits, as people serve."""
         return {"device": self.options.device, "dtype": "bfloat16"}
 
@@ -156,7 +156,7 @@ class Study:
         sets.
         """
         head = {**options.pop("head", {}), "features": str(self.out / "features")}
-        given: dict[str, Any] = {
+        given: JsonObject = {
             "data": self.sets("chat", "own"),
             "objective": "fkl",
             "epochs": self.sizes.epochs,
@@ -215,11 +215,12 @@ def write_prompts(study: Study) -> None:
     """OUT/prompts: DOMAIN.jsonl to measure on, SET.train.jsonl to answer. The last chats are for
     measuring.
     """
-    texts, place = Path(study.options.data), study.out / "prompts"
+    texts = Path(study.options.data)
+    place = study.out / "prompts"
     if place.is_dir():
         return
 
-    def rows(name: str) -> list[dict[str, Any]]:
+    def rows(name: str) -> list[JsonObject]:
         return [row for _, row in iterate_rows(str(texts / f"{name}.jsonl"))]
 
     chats = rows("alpaca")
@@ -278,7 +279,8 @@ def more_answers(study: Study) -> list[DistillConfig]:
         )
 
     own = f"{'magpie' if study.is_chat else 'self'}:{4 if tiny else 4000}"
-    chats, maths = study.prompts("chat.train"), study.prompts("maths.train")
+    chats = study.prompts("chat.train")
+    maths = study.prompts("maths.train")
     return [
         more("chat16", chats, "chat", num_samples=16, batch_size=1200, seed=1000),
         more("own4", own, "chat", batch_size=800, seed=1001),

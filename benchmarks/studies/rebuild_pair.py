@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from draftsmith.cli.commands import run
-from draftsmith.core.io import atomic_dir, hash_json, read_json, write_json_atomic, write_rows
+from draftsmith.core.io import (
+    JsonObject,
+    atomic_dir,
+    hash_json,
+    read_json,
+    write_json_atomic,
+    write_rows,
+)
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.progress import track
 from draftsmith.core.tokenization import load_tokenizer
@@ -31,7 +37,8 @@ from draftsmith.train.losses import cross_entropy
 BLOCK = 256
 MEMBERS = ("target", "base")
 VOCABULARY = 4096
-BOS, EOS = "<s>", "</s>"
+BOS = "<s>"
+EOS = "</s>"
 
 
 def rebuild(recipes: Path, out: Path, device: str) -> Path:
@@ -40,7 +47,8 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
 
     Finished steps are skipped, and training resumes where it was killed.
     """
-    texts, tokenizer = out / "corpus", out / "tokenizer"
+    texts = out / "corpus"
+    tokenizer = out / "tokenizer"
     if not texts.is_dir():
         with atomic_dir(texts) as directory:
             write_corpus(directory)
@@ -92,7 +100,7 @@ def train_tokenizer(
     )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    options: dict[str, Any] = {
+    options: JsonObject = {
         "special_tokens": [BOS, EOS],
         "initial_alphabet": alphabet,
         "show_progress": False,
@@ -128,7 +136,7 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
         }
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         record = read_json(run_directory / "draftsmith.json", "the record of a training run")
-        shipped: dict[str, Any] = {
+        shipped: JsonObject = {
             key: record[key] for key in ("kind", "objective", "data", "steps", "best_step")
         }
         shipped |= {
@@ -149,9 +157,12 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
 @torch.inference_mode()
 def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
     """Perplexity on the held-out side of a domain."""
-    model, tokenizer = load_model(str(checkpoint), dtype="float32"), load_tokenizer(str(checkpoint))
+    model = load_model(str(checkpoint), dtype="float32")
+    tokenizer = load_tokenizer(str(checkpoint))
     examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
-    total, count, starts = 0.0, 0, range(0, len(examples.rows), 8)
+    total = 0.0
+    count = 0
+    starts = range(0, len(examples.rows), 8)
     for start in track(starts, f"perplexity on {domain}", len(starts)):
         batch = collate(examples, range(start, min(start + 8, len(examples.rows)))).to(model.device)
         valid = batch.labels_BT != IGNORE
