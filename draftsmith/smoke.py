@@ -124,7 +124,9 @@ def _write_inputs(config: TrainConfig, inputs: Path) -> None:
 def _shape(source: str) -> dict[str, Any]:
     """What a small model keeps of a config.json, a directory, or the name of a published model."""
     name = Path(source).name.lower()
-    for path in (Path(source), Path(source) / "config.json", _SHIPPED / f"{name}.config.json"):
+    places = (Path(source), Path(source) / "config.json")
+    shipped = (_SHIPPED / f"{name}.config.json", _SHIPPED / name)
+    for path in (*places, *shipped):
         if path.is_file():
             shape = read_json(path, "a Hugging Face config.json")
             kept = [key for key in ("model_type", "tie_word_embeddings") if key in shape]

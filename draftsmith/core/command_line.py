@@ -154,10 +154,16 @@ def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
     return f"; did you mean {near}?" if near else "; --help=all lists them"
 
 
+def _recipe(name: str) -> Path:
+    """Return the file, or the package's own: a wheel has recipes under the names of a checkout."""
+    shipped = Path(__file__).parents[1] / name
+    return shipped if name.startswith("configs/") and not Path(name).exists() else Path(name)
+
+
 def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
     """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
     try:
-        text = Path(name).read_text(encoding="utf-8")
+        text = _recipe(name).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except OSError as error:
