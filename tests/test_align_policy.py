@@ -87,7 +87,7 @@ def test_a_draft_vocabulary_is_given_once(door, prompts, target_dir, draft_dir, 
     ]
     part = ["--train.draft_vocab_size", 120]
     _, err = door.ok("align", *words, "--draft", draft_dir, "--out", out, *part)
-    assert "train: drafts 120 of 290 tokens; of the responses " in err
+    assert "train: drafts 120 of 290 tokens; of the held-out responses " in err
     assert yaml.safe_load((out / "align.yaml").read_text())["train"]["draft_vocab_size"] == 120
     assert (out / "jsd-balanced" / FILE).is_file()
     # A draft that has one gets no other, and that is said before anything is made.
