@@ -153,7 +153,11 @@ def cells(target_dir, draft_dir, tmp_path_factory):
         "unicode": "\u6f22 \u00e9",
     }
     for name, start in starts.items():
-        rows = [{"id": f"{name}{i}", "prompt": f"{start} {i * i + 3} {i}"} for i in range(16)]
+        rows = []
+        for i in range(16):
+            # Far enough apart: prompts that differ in a few tokens are one group.
+            numbers = " ".join(str((37 * i + 91 * k) ** 2 % 997) for k in range(1, 5))
+            rows.append({"id": f"{name}{i}", "prompt": f"{start} {numbers}"})
         (root / f"{name}.jsonl").write_text(
             "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
         )
