@@ -93,7 +93,7 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
         prompts.check_usable()
     identity = _identity(job, suites)
     on_main(lambda: check_empty(out))
-    run.begin(identity, IDENTITY_FILES, options.places(config))
+    run.begin(identity, IDENTITY_FILES, options.known_by_content(config))
     if config.thinking == "drop":
         template = str(tokenizer.chat_template)
         on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
@@ -104,7 +104,7 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
             prompts = StoredPrompts(config, drawn, reader, suites)
         parts = make_parts(job, prompts, out, "distill")
     job.processes.wait_for_everyone()
-    origin = provenance(command, identity["config"] | options.places(config))
+    origin = provenance(command, identity["config"] | options.known_by_content(config))
     on_main(lambda: finish(out, parts, identity, origin, tokenizer))
     manifest = read_json(out / "manifest.json", "the manifest that this run has written")
     return {

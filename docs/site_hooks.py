@@ -3,7 +3,6 @@ does.
 """
 
 import base64
-import dataclasses
 import json
 import re
 import sys
@@ -98,10 +97,10 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
         kind = ", ".join(f"`{choice}`" for choice in option.choices) or option.metavar.replace(
             "|", " or "
         )
-        default = "**required**" if option.default is dataclasses.MISSING else option.default_text
-        shown = f"`{default}`" if default and option.default is not dataclasses.MISSING else default
+        shown = f"`{option.default_text}`" if option.default_text else ""
         meaning = option.help.replace("|", "\\|")
-        rows.append((f"`--{option.key}`", kind + " ..." * option.many, shown, meaning))
+        default = "**required**" if option.required else shown
+        rows.append((f"`--{option.key}`", kind + " ..." * option.many, default, meaning))
     return rows
 
 

@@ -32,7 +32,7 @@ from draftsmith.core.options import (
     command_line,
     configured,
     identity as identity_options,
-    places,
+    known_by_content,
     refuse_unused,
 )
 from draftsmith.core.prompts import write_prompt_hashes
@@ -114,14 +114,14 @@ def train(
                 )
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
         _refuse_more_steps(config)
-        run.begin(job.identity, ("run/run.json",), places(config))
+        run.begin(job.identity, ("run/run.json",), known_by_content(config))
         for place in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, place))
         if from_main(lambda: checkpoint.is_published(job)):
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            settings = job.identity["config"] | places(config)
+            settings = job.identity["config"] | known_by_content(config)
             wandb_runs.start(
                 job.world.accelerator,
                 out,

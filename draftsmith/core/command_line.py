@@ -10,7 +10,6 @@ import argparse
 import functools
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -18,44 +17,20 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from draftsmith.core.errors import InputError, one_line
+from draftsmith.core.io import JsonObject, read_words
 from draftsmith.core.option_names import nearest_option
-from draftsmith.core.options import (
-    Option,
-    options_of,
-    partial_of,
-    put,
-    reason_of,
-    value_at,
-)
+from draftsmith.core.options import Option, options_of, partial_of, put, reason_of, value_at
 
 C = TypeVar("C")
 # Options of every command.
 _COMMON = ("config", "json", "help", "print_config")
-# What people type for a value that has another name here.
-_MEANT = {
-    "vllm": "vLLM reads hf, and of heads speculators, eagle, medusa, dflash and mtp",
-    "transformers": "that is hf",
-    "llama.cpp": "that is gguf",
-    "eagle-3": "that is eagle3",
-}
-
-# What to do instead of an option that no command has, or that this one lacks.
-_INSTEAD = {
-    "plan --tree": "plan tries trees and picks the fastest; eval --tree times those that you name",
-    "train --model": "--draft names what is trained, --target its teacher",
-    "train --model_name_or_path": "--draft names what is trained, --target its teacher",
-    "--resume": "leave it out: the same command goes on where it was stopped",
-    "--resume_from_checkpoint": "leave it out: the same command goes on where it was stopped",
-    "--overwrite_output_dir": "delete the directory, or choose another --out",
-    "--overwrite": "delete the directory, or choose another --out",
-}
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         line = message.removeprefix("argument ")
         typed = line.partition("invalid choice: '")[2].partition("'")[0]
-        meant = _MEANT.get(typed)
+        meant = read_words(__file__)["values"].get(typed)
         raise InputError(f"{line}; {meant}" if meant else line)
 
 
@@ -86,10 +61,11 @@ def parse(
         key = unknown[0].partition("=")[0]
         if not key.startswith("--"):
             raise InputError(f"{key!r}: unexpected word")
-        instead = _INSTEAD.get(f"{command} {key}", _INSTEAD.get(key))
+        words_of = read_words(__file__)["options"]
+        instead = words_of.get(f"{command} {key}", words_of.get(key))
         known = f"; {instead}" if instead else _nearest(key[2:], table, "--")
         raise InputError(f"{key}: unknown option{known}")
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     lines: dict[str, str] = {}
     for name in typed.get("config", []):
         lines |= _read_file(name, table, values)
@@ -101,7 +77,7 @@ def parse(
             _print_config(table, TypeAdapter(partial_of(cls)).validate_python(values))
             raise SystemExit(0)
         for option in table.values():
-            if option.default is MISSING and "." not in option.key and option.key not in values:
+            if option.required and "." not in option.key and option.key not in values:
                 raise InputError(f"--{option.key}: is missing; --help says what it means")
         return TypeAdapter(cls).validate_python(values), "json" in typed
     except ValidationError as error:
@@ -127,7 +103,7 @@ def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         is_value = underscored(word).partition("=")[0] not in known
-        if option is not None and is_value and not option.many and not option.switch:
+        if option is not None and is_value and not _words_of(option):
             words[-1] += f"={word}"
         else:
             words.append(underscored(word))
@@ -160,7 +136,7 @@ def _recipe(name: str) -> Path:
     return shipped if name.startswith("configs/") and not Path(name).exists() else Path(name)
 
 
-def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> dict[str, str]:
+def _read_file(name: str, table: dict[str, Option], values: JsonObject) -> dict[str, str]:
     """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
     try:
         text = _recipe(name).read_text(encoding="utf-8")
@@ -202,12 +178,11 @@ def _read_file(name: str, table: dict[str, Option], values: dict[str, Any]) -> d
     return lines
 
 
-def _print_config(table: dict[str, Option], values: dict[str, Any]) -> None:
+def _print_config(table: dict[str, Option], values: JsonObject) -> None:
     """Print the configuration as YAML that `--config` reads."""
-    filled: dict[str, Any] = {}
+    filled: JsonObject = {}
     for option in table.values():
-        default = None if option.default is MISSING else option.default
-        put(filled, option.key, value_at(values, option.key, default))
+        put(filled, option.key, value_at(values, option.key, option.default))
     sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
 
 
@@ -224,18 +199,23 @@ def parser(
         add_help=False,
         allow_abbrev=False,
     )
-    table = sorted(options_of(cls), key=lambda option: option.default is not MISSING)
+    table = sorted(options_of(cls), key=lambda option: not option.required)
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in table:
         section = option.section if everything else "Options that most people set"
-        if option.default is MISSING:
+        if option.required:
             section = "Required"
         if section not in groups:
             groups[section] = arguments.add_argument_group(section)
-        shown = everything or not option.rare
-        text = _help_of(option) if shown else argparse.SUPPRESS
+        text = option.help
+        if option.default_text:
+            text += f" (default: {option.default_text})"
         groups[section].add_argument(
-            f"--{option.key}", metavar=option.metavar, help=text, **_words_of(option)
+            f"--{option.key}",
+            metavar=option.metavar,
+            help=text.replace("%", "%%") if everything or not option.rare else argparse.SUPPRESS,
+            choices=[*option.choices, *["null"] * option.nullable] if option.choices else None,
+            **_words_of(option),
         )
     if modes:
         group = arguments.add_argument_group("Other uses; add --help to one for its options")
@@ -256,19 +236,8 @@ def parser(
     return arguments
 
 
-def _help_of(option: Option) -> str:
-    default = "" if option.default is MISSING else option.default_text
-    text = f"{option.help} (default: {default})" if default else option.help
-    return text.replace("%", "%%")
-
-
 def _words_of(option: Option) -> dict[str, Any]:
-    """How many words the option takes, and which, for `add_argument`."""
-    words: dict[str, Any] = {}
+    """How many words the option takes, for `add_argument`."""
     if option.many:
-        words = {"nargs": "+", "action": "extend"}
-    elif option.switch:
-        words = {"nargs": "?", "const": "true"}
-    if option.choices:
-        words["choices"] = [*option.choices, "null"] if option.nullable else option.choices
-    return words
+        return {"nargs": "+", "action": "extend"}
+    return {"nargs": "?", "const": "true"} if option.item is bool else {}

@@ -359,6 +359,15 @@ def read_json_value(path: Path, what: str) -> Any:
         ) from None
 
 
+def read_words(module: str) -> JsonObject:
+    """The names and words of a module, from the YAML file beside it."""
+    import yaml
+
+    text = Path(module).with_suffix(".yaml").read_text(encoding="utf-8")
+    words: JsonObject = yaml.safe_load(text)
+    return words
+
+
 def read_tree_file(path: str) -> object:
     """The JSON of a file that a tree spec names: an object, or a list of paths as Medusa and EAGLE
     write them.

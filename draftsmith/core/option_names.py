@@ -5,9 +5,8 @@ typing error.
 import difflib
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
-import yaml
+from draftsmith.core.io import read_words
 
 # How alike an unknown name and the suggested one are.
 _ALIKE = 0.7
@@ -16,9 +15,8 @@ _ALIKE = 0.7
 @cache
 def meant() -> dict[str, list[str]]:
     """Our names, the likeliest first, for each name that other tools give an option."""
-    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     ours_of = {}
-    for ours, theirs in yaml.safe_load(text).items():
+    for ours, theirs in read_words(__file__).items():
         ours_of.update(dict.fromkeys(theirs.split(), ours.split()))
     return ours_of
 

@@ -22,9 +22,9 @@
 `@options` makes a frozen, keyword-only pydantic dataclass. Wrong values are an InputError of one
 line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
 `--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
-result, `ByContent[...]` a place whose content a run's identity holds instead of its name, so that
-a moved run resumes. The first sentence of an inherited or nested class is the heading of its
-section.
+result, `ByContent[...]` a file, directory or hub name that a run's identity holds by its content,
+so that a moved run resumes. The first sentence of an inherited or nested class is the heading of
+its section.
 `Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
@@ -36,10 +36,11 @@ import re
 import shlex
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
+from itertools import chain
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
+from typing import Annotated, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import (
@@ -50,9 +51,11 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
 )
+from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict
 
 from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.io import JsonObject
 from draftsmith.core.option_names import nearest_option
 from draftsmith.core.settings import MIN_TEMPERATURE
 
@@ -91,8 +94,8 @@ def partial_of(config: type, keys: Sequence[str] = ()) -> type:
     """
     types: dict[str, object] = {}
     hints = typing.get_type_hints(config, include_extras=True)
-    for name in _field_names(config):
-        group = _split(hints[name]).hint
+    for name, field in _fields(config).items():
+        group = field.annotation
         inner = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
         if not keys or name in keys or inner:
             types[name] = partial_of(group, inner) if _is_group(group) else hints[name]
@@ -101,8 +104,10 @@ def partial_of(config: type, keys: Sequence[str] = ()) -> type:
     return typing.cast(type, partial)
 
 
-def _field_names(config: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(config)]
+def _fields(config: type) -> dict[str, FieldInfo]:
+    """The fields of a class that `options` made, by name; their metadata has the marks."""
+    fields: dict[str, FieldInfo] = config.__pydantic_fields__  # type: ignore[attr-defined]
+    return fields
 
 
 NotIdentity = Annotated[T, "not identity"]
@@ -169,7 +174,7 @@ def _unknown_option(cls: type, error: ValidationError) -> str | None:
     return None
 
 
-def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
+def configured(cls: type[C], config: C | None, given: JsonObject) -> C:
     """Return `config` with `given` replaced; build one from `given` alone if `config` is None."""
     if config is None:
         return cls(**given)
@@ -177,7 +182,7 @@ def configured(cls: type[C], config: C | None, given: Mapping[str, Any]) -> C:
         name = cls.__name__
         kind = type(config).__name__
         raise TypeError(f"expected {name}(...) or options by name (**options), got a {kind}")
-    return dataclasses.replace(config, **given) if given else config  # type: ignore[type-var]
+    return replace(config, **given) if given else config  # type: ignore[type-var]
 
 
 def refuse_unused(config: object, unused: Mapping[str, str], group: str = "") -> None:
@@ -186,13 +191,10 @@ def refuse_unused(config: object, unused: Mapping[str, str], group: str = "") ->
     unused: the reason by option. An option is set if it differs from its default. group: of the
     options, with its dot.
     """
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
-        default = field.default
-        if field.default_factory is not MISSING:
-            default = field.default_factory()
-        if field.name in unused and getattr(config, field.name) != default:
-            key = f"{group}{field.name}"
-            raise InputError(f"{key}: is not read: {unused[field.name]}; leave it out")
+    for name, field in _fields(type(config)).items():
+        default = field.get_default(call_default_factory=True)
+        if name in unused and getattr(config, name) != default:
+            raise InputError(f"{group}{name}: is not read: {unused[name]}; leave it out")
 
 
 def _plain(value: object) -> object:
@@ -286,6 +288,7 @@ class Option:
     key: str
     hint: object
     default: object
+    required: bool
     help: str
     section: str
     rare: bool
@@ -294,38 +297,29 @@ class Option:
 
     @property
     def nullable(self) -> bool:
-        return NoneType in parts(self.hint)
+        return NoneType in _members(self.hint)
 
     @property
     def many(self) -> bool:
         """Whether it takes several values."""
-        return typing.get_origin(self._value_type) is list
+        return typing.get_origin(_members(self.hint)[0]) is list
 
     @property
-    def switch(self) -> bool:
-        """Whether it may stand without a value."""
-        return self._item_type is bool
+    def item(self) -> object:
+        """The type of a value; of a list, that of its items."""
+        value = _members(self.hint)[0]
+        return _members(typing.get_args(value)[0])[0] if self.many else value
 
     @property
     def choices(self) -> list[str]:
-        item = self._item_type
-        return list(typing.get_args(item)) if typing.get_origin(item) is Literal else []
+        is_literal = typing.get_origin(self.item) is Literal
+        return list(typing.get_args(self.item)) if is_literal else []
 
     @property
     def metavar(self) -> str:
         """What stands for its value in the help."""
-        names = {int: "N", float: "F", bool: "true|false"}
-        return "|".join(self.choices) or names.get(self._item_type, "TEXT")  # type: ignore[call-overload]
-
-    @property
-    def _value_type(self) -> object:
-        return next(part for part in parts(self.hint) if part is not NoneType)
-
-    @property
-    def _item_type(self) -> object:
-        """The type of a value; of a list, that of its items."""
-        value = self._value_type
-        return parts(typing.get_args(value)[0])[0] if self.many else value
+        names: dict[object, str] = {int: "N", float: "F", bool: "true|false"}
+        return "|".join(self.choices) or names.get(self.item, "TEXT")
 
     @property
     def default_text(self) -> str:
@@ -351,76 +345,55 @@ def _walk(
 
     rare, identity: inherited from the group that `cls` is in.
     """
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    fields = dict(_fields(cls))
     for owner in cls.__mro__:
         helps = _field_docstrings(owner)
-        if prefix:
-            section = _summary(cls)
-        else:
-            section = "Options" if owner is cls else _summary(owner)
+        section = "Options" if owner is cls and not prefix else _summary(cls if prefix else owner)
         for name in inspect.get_annotations(owner):
             field = fields.pop(name, None)
             if field is None:
                 continue
-            marked = _split(hints[name])
-            is_rare = rare or "rare" in marked.marks
-            is_identity = identity and not {"not identity", "by content"} & set(marked.marks)
-            given = next((mark for mark in marked.marks if isinstance(mark, Given)), None)
+            key = f"{prefix}{name}"
+            group = field.annotation
+            is_rare = rare or "rare" in field.metadata
+            by_content = "by content" in field.metadata
+            is_identity = identity and not by_content and "not identity" not in field.metadata
+            given = next((mark for mark in field.metadata if isinstance(mark, Given)), None)
             if given is not None:
-                yield from _given_options(name, given)
-            elif _is_group(marked.hint):
-                yield from _walk(marked.hint, f"{prefix}{name}.", is_rare, is_identity)
+                for option in _walk(given.config, f"{key}."):
+                    inner = option.key.removeprefix(f"{key}.")
+                    if inner in given.keys:
+                        is_rare = inner not in given.shown
+                        yield replace(option, default=None, required=False, rare=is_rare)
+            elif _is_group(group):
+                yield from _walk(group, f"{key}.", is_rare, is_identity)
             else:
-                default = field.default
-                if field.default_factory is not MISSING:
-                    default = field.default_factory()
+                required = field.is_required()
                 yield Option(
-                    key=f"{prefix}{name}",
-                    hint=marked.hint,
-                    default=default,
+                    key=key,
+                    hint=group,
+                    default=None if required else field.get_default(call_default_factory=True),
+                    required=required,
                     help=helps.get(name, ""),
                     section=section,
                     rare=is_rare,
                     identity=is_identity,
-                    by_content="by content" in marked.marks,
+                    by_content=by_content,
                 )
-
-
-def _given_options(name: str, given: Given) -> Iterator[Option]:
-    for option in _walk(given.config, f"{name}."):
-        inner = option.key.removeprefix(f"{name}.")
-        if inner in given.keys:
-            yield dataclasses.replace(option, default=None, rare=inner not in given.shown)
-
-
-@dataclass(frozen=True)
-class _Marked:
-    """A type without its outer marks, and the marks."""
-
-    hint: Any
-    marks: tuple[object, ...]
-
-
-def _split(hint: Any) -> _Marked:
-    if typing.get_origin(hint) is Annotated:
-        return _Marked(hint.__origin__, hint.__metadata__)
-    return _Marked(hint, ())
 
 
 def _is_group(hint: object) -> typing.TypeGuard[type]:
     return dataclasses.is_dataclass(hint)
 
 
-def parts(hint: object) -> list[object]:
-    """The members of a union, without bounds."""
-    plain = _split(hint).hint
-    if typing.get_origin(plain) not in (Union, UnionType):
-        return [plain]
-    members: list[object] = []
-    for member in typing.get_args(plain):
-        members += parts(member)
-    return members
+def _members(hint: object) -> list[object]:
+    """The members of a union, None last and without bounds; any other type alone."""
+    if typing.get_origin(hint) is Annotated:
+        return _members(typing.get_args(hint)[0])
+    if typing.get_origin(hint) not in (Union, UnionType):
+        return [hint]
+    members = list(chain.from_iterable(map(_members, typing.get_args(hint))))
+    return sorted(members, key=lambda member: member is NoneType)
 
 
 @functools.cache
@@ -442,29 +415,29 @@ def _summary(cls: type) -> str:
     return sentence.rstrip(".:")
 
 
-def identity(config: object) -> dict[str, Any]:
+def identity(config: object) -> JsonObject:
     """The options that decide what a run makes, as plain values without secrets: all but those
     marked `NotIdentity` or `ByContent`.
     """
-    return _values(config, [option for option in options_of(type(config)) if option.identity])
+    return _values(config, lambda option: option.identity)
 
 
-def places(config: object) -> dict[str, Any]:
+def known_by_content(config: object) -> JsonObject:
     """The options marked `ByContent`, as plain values without secrets."""
-    return _values(config, [option for option in options_of(type(config)) if option.by_content])
+    return _values(config, lambda option: option.by_content)
 
 
-def _values(config: object, chosen: Sequence[Option]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    plain = without_secrets(dataclasses.asdict(config))  # type: ignore[call-overload]
-    for option in chosen:
+def _values(config: object, is_chosen: Callable[[Option], bool]) -> JsonObject:
+    values: JsonObject = {}
+    plain = without_secrets(asdict(config))  # type: ignore[call-overload]
+    for option in filter(is_chosen, options_of(type(config))):
         put(values, option.key, value_at(plain, option.key))
     return values
 
 
 def command_line(command: str, config: object) -> str:
     """The command line that gives the options of `config`; those at their defaults are left out."""
-    given = dataclasses.asdict(config)  # type: ignore[call-overload]
+    given = asdict(config)  # type: ignore[call-overload]
     words = ["draftsmith", command]
     for option in options_of(type(config)):
         value = value_at(given, option.key)
@@ -474,7 +447,7 @@ def command_line(command: str, config: object) -> str:
     return shlex.join(words)
 
 
-def put(values: dict[str, Any], key: str, value: object) -> None:
+def put(values: JsonObject, key: str, value: object) -> None:
     """Set a dotted key in nested dictionaries."""
     *groups, name = key.split(".")
     for group in groups:

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import JsonObject
+from draftsmith.core.io import JsonObject, read_words
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
@@ -30,38 +30,9 @@ CONTINUES = "continue_final_message"
 BESIDE = ("reasoning_effort", "enable_thinking", "add_generation_prompt", CONTINUES)
 # What they ask for without it.
 _DEFAULTS = {"add_generation_prompt": True, CONTINUES: False}
+_WORDS = read_words(__file__)
 # A row needs one of these; the first that it has is read.
-KEYS = (
-    "messages",
-    "conversations",
-    "prompt",
-    "instruction",
-    "text",
-    "input_ids",
-    "prompt_ids",
-)
-# Keys that are read together. ShareGPT's `id` names the chat that a row was cut out of, and
-# repeats. Alpaca's `text` holds the other three again, under a heading that is the same in every
-# row.
-_READ_WITH = {
-    "messages": ("system",),
-    "conversations": ("system", "id"),
-    "prompt": ("system", "completion"),
-    "instruction": ("system", "input", "output", "history", "text"),
-}
-# Names of speakers in files, and the roles of chat templates.
-_SPEAKERS = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-}
-_MEDIA = ("images", "image", "audio", "audios", "video", "videos")
+KEYS: tuple[str, ...] = tuple(_WORDS["keys"])
 
 
 def as_known(row: JsonObject) -> JsonObject:
@@ -77,7 +48,7 @@ def as_known(row: JsonObject) -> JsonObject:
                 row = {name: value for name, value in row.items() if name != key} | row[key]
     if arguments or ARGUMENTS in row:
         row = row | {ARGUMENTS: arguments}
-    for key in _MEDIA:
+    for key in _WORDS["media"]:
         if row.get(key):
             raise InputError(f"key '{key}': only texts are read; leave the row out")
     if row.get("tools") is not None:
@@ -99,7 +70,7 @@ def as_known(row: JsonObject) -> JsonObject:
         return row
     if row.get("system"):
         turns.insert(0, {"role": "system", "content": _text(row, "system")})
-    read = (key, *_READ_WITH[key])
+    read = (key, *_WORDS["read_with"][key])
     return {name: value for name, value in row.items() if name not in read} | {"messages": turns}
 
 
@@ -160,14 +131,14 @@ def _turn(turn: object, where: str) -> JsonObject:
         content = "" if content is None else content
     if not isinstance(content, str):
         raise InputError(f"{where}: '{key}' must be text, got {_kind(content)}")
-    return {"role": _SPEAKERS.get(speaker, speaker), "content": content} | read
+    return {"role": _WORDS["roles"].get(speaker, speaker), "content": content} | read
 
 
 def _keys(turn: Mapping[object, object]) -> str:
     return ", ".join(f"'{key}'" for key in turn) or "no keys"
 
 
-def _thinking(parts: list[Any]) -> JsonObject:
+def _thinking(parts: list[object]) -> JsonObject:
     """Return the thinking among the parts of a content, as a key of its turn."""
     thoughts = [part for part in parts if isinstance(part, Mapping) and "thinking" in part]
     text = "".join(str(thought["thinking"] or "") for thought in thoughts)
