@@ -183,7 +183,7 @@ _PARTS: dict[type, Callable[[Any, LayerMaker], _Parts]] = {
 
 @dataclass(frozen=True)
 class _Step:
-    """One forward of a head behind `place`. features_BtD: those that wait at the model."""
+    """One forward of a head behind `place`."""
 
     tokens_Bq: Tensor
     positions_Rq: Tensor
@@ -238,11 +238,11 @@ class HeadForward(ABC):
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
         *,
+        features_BTH: Tensor,
         prefill: bool = False,
     ) -> Forwarded:
         """Return logits `[B, k, V]`, and the head's features `[B, q, D]` for each number in
-        `hidden_layers`, of one forward behind `cache.column`; see `LeanForward.run`. The features
-        that it reads wait at the model.
+        `hidden_layers`, of one forward behind `cache.column`; see `LeanForward.run`.
 
         prefill: cache a prompt and return empty tensors.
         """
@@ -252,7 +252,7 @@ class HeadForward(ABC):
             rotary_N2E=self.rotary.up_to(top_position),
             masks=masks,
             place=cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self._like),
-            features_BtD=self._model.features_BTH.to(self.dtype).contiguous(),
+            features_BtD=features_BTH.to(self.dtype).contiguous(),
         )
         if prefill:
             self._prefill(step)
@@ -339,8 +339,8 @@ class MtpForward(EagleForward):
 
 
 class BlockHeadForward(HeadForward):
-    """Run a block drafter. The first tokens are those of the features, the rest is one block. In
-    the place of logits are the states `[B, k, D]` of the slots that draft.
+    """Run a block drafter. The first tokens are those of the features, the rest is one block. There
+    are no logits; the features are the states `[B, depths, D]` of the slots that draft.
     """
 
     def _prefill(self, step: _Step) -> None:
@@ -373,8 +373,8 @@ class BlockHeadForward(HeadForward):
             [self._feature],
             HeadInputs(embedded_BqD=embedded_BSD, features_BqD=None),
         )
-        drafting_BkD: Tensor = self._head.slots(states[0].to(self._model.dtype))
-        return drafting_BkD, states[0]
+        drafting_BSD: Tensor = self._head.slots(states[0].to(self._model.dtype))
+        return drafting_BSD[:, :0], drafting_BSD
 
 
 _FORWARDS: dict[type, type[HeadForward]] = {

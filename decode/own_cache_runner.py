@@ -89,7 +89,11 @@ class OwnCacheRunner(Runner):
                 self._scans.append(_Scan(module, size))
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        hidden_layers: Sequence[int] = (),
+        features_BTH: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Cache all prompts. Return states `[B, T, H]` of `hidden_layers`, right-padded."""
         self.lengths = [len(prompt) for prompt in prompts]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -112,6 +112,11 @@ def _lean_forward(model: nn.Module, packs: Packs | None) -> LeanForward | HeadFo
     return head_forward(model, packs)
 
 
+def _features(features_BTH: Tensor | None) -> dict[str, Any]:
+    """The argument that a head wrapped as a model takes, and a language model does not."""
+    return {} if features_BTH is None else {"features_BTH": features_BTH}
+
+
 @dataclass(frozen=True)
 class BlockForward:
     """The forward of one block as a function of tensors, for `Runner.call`.
@@ -161,10 +166,14 @@ class Runner:
             packs.settle()
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], room: int, hidden_layers: Sequence[int] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        room: int,
+        hidden_layers: Sequence[int] = (),
+        features_BTH: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Cache all prompts and reserve `room` slots behind the longest. Return states `[B, T, H]`
-        of `hidden_layers`.
+        of `hidden_layers`. features_BTH: as for `forward`.
 
         Rows are left-aligned: padding comes after a row's tokens, where causal attention does not
         look, so that the model's own masks are right. A model reads equal prompts once.
@@ -189,7 +198,7 @@ class Runner:
         parts = []
         for begin in range(0, longest, step):
             chunk_BT = tokens_BT[:, begin : begin + step]
-            parts.append(self._prefill_chunk(chunk_BT, begin, hidden_layers))
+            parts.append(self._prefill_chunk(chunk_BT, begin, hidden_layers, features_BTH))
         hidden = tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
         if len(read) == len(prompts):
             return hidden
@@ -201,20 +210,34 @@ class Runner:
         return TreeCache(layers, capacity)
 
     def _prefill_chunk(
-        self, tokens_BT: Tensor, begin: int, hidden_layers: Sequence[int]
+        self,
+        tokens_BT: Tensor,
+        begin: int,
+        hidden_layers: Sequence[int],
+        features_BTH: Tensor | None,
     ) -> tuple[Tensor, ...]:
         end = begin + tokens_BT.shape[1]
         self.cache.column = begin
         positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
         # The logits are not used: the last prompt token is forwarded in the first step.
         if self._lean is None:
-            _, hidden = self._own(tokens_BT, positions_1T, {"": None}, self.cache, 1, hidden_layers)
+            _, hidden = self._own(
+                tokens_BT, positions_1T, {"": None}, self.cache, 1, hidden_layers, features_BTH
+            )
             return hidden
         masks = {
             kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()
         }
         _, hidden = self._lean.run(
-            tokens_BT, positions_1T, end - 1, masks, self.cache, 1, hidden_layers, prefill=True
+            tokens_BT,
+            positions_1T,
+            end - 1,
+            masks,
+            self.cache,
+            1,
+            hidden_layers,
+            prefill=True,
+            **_features(features_BTH),
         )
         return hidden
 
@@ -267,8 +290,6 @@ class Runner:
 
         features_BqH: one feature per token; only for a head wrapped as a model.
         """
-        if features_BqH is not None:
-            self.model.features_BTH = features_BqH
         self.cache.column = self.column + block.slots - block.queries
         if self._aligned:
             positions = block.offsets_Rq + self.column
@@ -283,9 +304,18 @@ class Runner:
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
         if self._lean is not None:
             return self._lean.run(
-                tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers
+                tokens_Bq,
+                positions,
+                top,
+                masks,
+                self.cache,
+                keep_logits,
+                hidden_layers,
+                **_features(features_BqH),
             )
-        return self._own(tokens_Bq, positions, masks, self.cache, keep_logits, hidden_layers)
+        return self._own(
+            tokens_Bq, positions, masks, self.cache, keep_logits, hidden_layers, features_BqH
+        )
 
     def bind(
         self, block: Block, keep_logits: int = 0, hidden_layers: Sequence[int] = ()
@@ -381,9 +411,10 @@ class Runner:
         cache: Cache,
         keep_logits: int,
         hidden_layers: Sequence[int],
+        features_BqH: Tensor | None = None,
     ) -> Forwarded:
         """The model's own forward. masks: by kind of layer."""
-        options: dict[str, int] = {}
+        options = _features(features_BqH)
         if self._trims_logits:
             options["logits_to_keep"] = keep_logits
         # A model with one kind of layer takes the mask itself.

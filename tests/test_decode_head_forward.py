@@ -137,8 +137,7 @@ def outputs(head: Any, fast: bool) -> list[Tensor]:
     def features(*shape: int) -> Tensor:
         return torch.randn(*shape, HIDDEN, generator=random)
 
-    model.features_BTH = features(2, len(PROMPTS[0]))
-    runner.prefill(PROMPTS, 20)
+    runner.prefill(PROMPTS, 20, features_BTH=features(2, len(PROMPTS[0])))
     tokens_Bq, lead = runner.open_pending([[1, 2, 3], [4]])
     pending = pending_block(3, runner.device)
     logits, (states,) = runner.forward(tokens_Bq, pending, 1, (0,), features(2, 3))
@@ -176,15 +175,14 @@ def block_states(head: BlockHead, fast: bool) -> Tensor:
     def features(count: int) -> Tensor:
         return torch.randn(2, count, HIDDEN, generator=random)
 
-    model.features_BTH = features(len(PROMPTS[0]))
-    runner.prefill(PROMPTS, 20)
+    runner.prefill(PROMPTS, 20, features_BTH=features(len(PROMPTS[0])))
     slots = head.config.block_size
     found = []
     for known in (3, 2):
         masks = [head.config.mask_token_id] * (slots - 1)
         tokens_BT, lead = runner.open_pending([[0] * known + [7] + masks, [0, 9] + masks])
         behind = block_behind(known, slots, head.config.causal, runner.device)
-        states_BSH, _ = runner.forward(tokens_BT, behind, 0, (), features(known))
+        _, (states_BSH,) = runner.forward(tokens_BT, behind, 0, (0,), features(known))
         runner.keep([range(ahead, known) for ahead in lead])
         found.append(states_BSH)
     return torch.cat(found, dim=1)
@@ -223,7 +221,6 @@ def test_a_token_has_the_same_bits_alone_and_among_others(name):
     found = []
     for sizes in ([12], [5, 1, 6]):
         runner = Runner(model, {"full_attention": None}, None, packs_of(model))
-        model.features_BTH = features_BTH[:, :0]
         runner.prefill([[]], 20)
         parts = []
         begin = 0

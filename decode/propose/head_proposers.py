@@ -132,11 +132,7 @@ def _first_rows(prompts: Sequence[Sequence[int]], features_BTH: Tensor) -> list[
 
 
 class HeadAsModel(nn.Module):
-    """A head as a model for a `Runner`, which passes tokens only; `features_BTH` holds the coming
-    features.
-    """
-
-    features_BTH: Tensor
+    """A head as a model for a `Runner`, which passes features beside the tokens."""
 
     def __init__(self, head: FeatureHead | BlockHead) -> None:
         super().__init__()
@@ -157,10 +153,7 @@ class HeadAsModel(nn.Module):
         """Give the cache its memory, by a forward of one token."""
         one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         one_11H = torch.zeros(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        coming = self.features_BTH
-        self.features_BTH = one_11H
-        self(one_11, None, one_11, cache)
-        self.features_BTH = coming
+        self(one_11, None, one_11, cache, one_11H)
 
     def forward(
         self,
@@ -168,20 +161,19 @@ class HeadAsModel(nn.Module):
         attention_mask: Tensor | None,
         position_ids: Tensor,
         past_key_values: Cache,
+        features_BTH: Tensor,
         **_: object,
     ) -> CausalLMOutput:
-        """Forward every token with its coming feature. A head has no use for a runner's other
-        options.
-        """
+        """Forward every token with its feature. A head has no use for a runner's other options."""
         logits, features_BqH = self.head(
-            input_ids, self.features_BTH, attention_mask, position_ids, past_key_values
+            input_ids, features_BTH, attention_mask, position_ids, past_key_values
         )
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
 
 class BlockAsModel(HeadAsModel):
-    """A block drafter as a model: its first tokens are those of the coming features, the rest is
-    one block.
+    """A block drafter as a model: its first tokens are those of the features, the rest one block.
+    It gives no logits; its hidden states are those of the slots that draft.
     """
 
     def forward(
@@ -190,23 +182,23 @@ class BlockAsModel(HeadAsModel):
         attention_mask: Tensor | None,
         position_ids: Tensor,
         past_key_values: Cache,
+        features_BTH: Tensor,
         **_: object,
     ) -> CausalLMOutput:
-        """Cache the features; return, in the place of logits, the states of the slots that
-        draft.
-        """
-        known = self.features_BTH.shape[1]
+        """Cache the features; return the states of the slots that draft, none without a block."""
+        known = features_BTH.shape[1]
         cache = past_key_values
-        self.head.remember(self.features_BTH, position_ids[:, :known], cache)
+        self.head.remember(features_BTH, position_ids[:, :known], cache)
         if known == input_ids.shape[1]:
-            return CausalLMOutput(logits=self.features_BTH[:, :0])
+            return CausalLMOutput(logits=features_BTH[:, :0])
         if isinstance(cache, TreeCache):
             cache.column += known  # where the block is written
         assert attention_mask is not None
         states = self.head.states(
             input_ids[:, known:], attention_mask[:, :, known:], position_ids[:, known:], cache
         )
-        return CausalLMOutput(logits=self.head.slots(states))
+        slots = self.head.slots(states)
+        return CausalLMOutput(logits=slots[:, :0], hidden_states=(slots,))
 
 
 class _HeadNetwork(Network):
@@ -238,12 +230,12 @@ class _EagleNetwork(_HeadNetwork, CachedNetwork):
     def __init__(self, model: HeadAsModel, runner: Runner, setup: SessionSetup) -> None:
         super().__init__(model.head, setup)
         self.runner = runner
-        self._prefill(model, setup, self.head.fuse(setup.hidden_BTH))
+        self._prefill(setup, self.head.fuse(setup.hidden_BTH))
 
-    def _prefill(self, model: HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
-        model.features_BTH = features_BTH[:, :-1]
+    def _prefill(self, setup: SessionSetup, features_BTH: Tensor) -> None:
         room = setup.max_new_tokens + slots_per_step(setup.tree)
-        self.runner.prefill([prompt[1:-1] for prompt in setup.prompts], room)
+        prompts = [prompt[1:-1] for prompt in setup.prompts]
+        self.runner.prefill(prompts, room, features_BTH=features_BTH[:, :-1])
         self.rows = _first_rows(setup.prompts, features_BTH)
 
     def forward(self, frontier: Frontier | None) -> NetworkForward:
@@ -300,11 +292,11 @@ class _BlockNetwork(_EagleNetwork):
     the newest begins.
     """
 
-    def _prefill(self, model: HeadAsModel, setup: SessionSetup, features_BTH: Tensor) -> None:
-        model.features_BTH = features_BTH
+    def _prefill(self, setup: SessionSetup, features_BTH: Tensor) -> None:
         config = self.head.config
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
-        self.runner.prefill([prompt[:-1] for prompt in setup.prompts], room)
+        prompts = [prompt[:-1] for prompt in setup.prompts]
+        self.runner.prefill(prompts, room, features_BTH=features_BTH)
         self.masks = [config.mask_token_id] * (config.block_size - 1)
         self.causal = config.causal
         self.deepest = setup.tree.depth
@@ -321,8 +313,8 @@ class _BlockNetwork(_EagleNetwork):
         slots = len(self.masks) + 1
         self.known = tokens_BT.shape[1] - slots
         block = block_behind(self.known, slots, self.causal, self.runner.device)
-        bound = self.runner.bind(block)
-        states_BSH, _ = self.runner.call(
+        bound = self.runner.bind(block, hidden_layers=(0,))
+        _, (states_BSH,) = self.runner.call(
             ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
         )
         self.depth = 0

@@ -109,10 +109,14 @@ class _StaticForward:
             return runner.steps.lean.run(
                 tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers
             )
-        if features_BqH is not None:
-            runner.model.features_BTH = features_BqH
         return runner._own(
-            tokens_Bq, positions_Bq, masks, cache, self.keep_logits, self.hidden_layers
+            tokens_Bq,
+            positions_Bq,
+            masks,
+            cache,
+            self.keep_logits,
+            self.hidden_layers,
+            features_BqH,
         )
 
     def _masks(
