@@ -14,7 +14,13 @@ import yaml
 
 import draftsmith as ds
 from draftsmith.alignment.choices import complete
-from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.config import (
+    AlignConfig,
+    DistillChoices,
+    EvalChoices,
+    OptimChoices,
+    TrainChoices,
+)
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
@@ -412,8 +418,7 @@ def test_a_gpu_answers_as_many_prompts_together_as_its_memory_holds():
 
     def together(**changed: Any) -> int:
         whole, _ = complete(config, facts(**changed))
-        rows: int = whole.distill["batch_size"]
-        return rows
+        return whole.distill.batch_size
 
     assert together() == 16 and together(target_parameters=135_000_000) == 64
     card: dict[str, Any] = {"on_gpu": True, "gpu_bytes": 80 << 30}
@@ -421,15 +426,14 @@ def test_a_gpu_answers_as_many_prompts_together_as_its_memory_holds():
     assert 64 < large < 512
     # An eighth of the memory, with prompts and answers as long as they may be.
     longest, _ = complete(config, facts(**card))
-    assert large * 131_072 * longest.train["max_length"] <= 10 << 30
+    assert large * 131_072 * longest.train.max_length <= 10 << 30
     assert together(**card, target_parameters=135_000_000, cache_bytes=23_040) == 512
     assert together(on_gpu=True, gpu_bytes=1 << 30) == 16
 
 
 def _rows(config: AlignConfig) -> int:
     """All rows that are trained on."""
-    rows: int = config.train["steps"] * config.train["rows_per_step"]
-    return rows
+    return config.train.steps * config.train.rows_per_step
 
 
 def test_choices_follow_what_is_given():
@@ -442,20 +446,20 @@ def test_choices_follow_what_is_given():
         return whole
 
     usual = chosen()
-    assert usual.train["optim"]["lr"] == 2e-4 and usual.eval["temperature"] == [0.0, 1.0]
-    assert (usual.heldout_prompts, usual.distill["max_prompts"]) == (40, 960)
+    assert usual.train.optim.lr == 2e-4 and usual.eval.temperature == [0.0, 1.0]
+    assert (usual.heldout_prompts, usual.distill.max_prompts) == (40, 960)
     # A larger draft learns at a smaller rate, in smaller batches.
     large = chosen(draft_parameters=2_600_000_000, on_gpu=True)
-    assert large.train["optim"]["lr"] == 3e-5 and large.train["gradient_checkpointing"]
-    assert large.train["batch_size"] < usual.train["batch_size"]
+    assert large.train.optim.lr == 3e-5 and large.train.gradient_checkpointing
+    assert large.train.batch_size < usual.train.batch_size
     # Chats have longer answers, and nothing is longer than the context.
-    assert chosen(rows="chat").distill["max_new_tokens"] > usual.distill["max_new_tokens"]
-    assert chosen(context=96).distill["max_new_tokens"] == 48
-    assert chosen(context=96, longest_prompt=90).train["max_length"] == 96
+    assert chosen(rows="chat").distill.max_new_tokens > usual.distill.max_new_tokens
+    assert chosen(context=96).distill.max_new_tokens == 48
+    assert chosen(context=96, longest_prompt=90).train.max_length == 96
     # Few prompts are answered more often, and fewer of them are held out.
     few = chosen(prompts=20)
-    assert (few.heldout_prompts, few.distill["num_samples"]) == (4, 4)
-    assert chosen(prompts=20_000, on_gpu=True).distill["num_samples"] == 1
+    assert (few.heldout_prompts, few.distill.num_samples) == (4, 4)
+    assert chosen(prompts=20_000, on_gpu=True).distill.num_samples == 1
     with pytest.raises(ds.InputError, match="prompts: 2 usable prompts are too few"):
         chosen(prompts=2)
     # A fresh head drafts a part of a vocabulary that is dear, and takes fewer passes on a CPU.
@@ -466,51 +470,53 @@ def test_choices_follow_what_is_given():
         "draft_parameters": 4_600_000,
     }
     dear = chosen(**fresh, projection_share=0.2)
-    assert dear.train["draft_vocab_size"] == 8192
-    assert "draft_vocab_size" not in chosen(**fresh, projection_share=0.05).train
+    assert dear.train.draft_vocab_size == 8192
+    assert chosen(**fresh, projection_share=0.05).train.draft_vocab_size is None
     large_steps = chosen(**fresh, projection_share=0.2, on_gpu=True)
     assert _rows(dear) < _rows(large_steps)
     # Small steps pay on a CPU.
-    assert (dear.train["rows_per_step"], large_steps.train["rows_per_step"]) == (4, 32)
+    assert (dear.train.rows_per_step, large_steps.train.rows_per_step) == (4, 32)
     # A run of few steps is saved several times, too.
     for steps, save_every in ((3, 1), (30, 6), (1000, 50)):
-        short = replace(config, train={"steps": steps})
-        assert complete(short, facts())[0].train["save_every"] == save_every
+        short = replace(config, train=TrainChoices(steps=steps))
+        assert complete(short, facts())[0].train.save_every == save_every
     # Measuring takes a small part of a run, also of few steps on many answers.
     for steps, eval_every in ((30, 10), (100, 33), (3000, 200)):
-        measured = replace(config, train={"steps": steps}, distill={"num_samples": 4})
-        assert complete(measured, facts())[0].train["eval_every"] == eval_every
+        measured = replace(
+            config, train=TrainChoices(steps=steps), distill=DistillChoices(num_samples=4)
+        )
+        assert complete(measured, facts())[0].train.eval_every == eval_every
     # The rows of a step are shared by the processes.
     for on_gpu in (False, True):
         shared = chosen(processes=8, on_gpu=on_gpu).train
-        assert shared["rows_per_step"] % (8 * shared["batch_size"]) == 0
+        assert shared.rows_per_step % (8 * shared.batch_size) == 0
     # Every draft replays what the target writes by itself: chats, if chats are served.
     for changed in ({}, {"fresh_head": True}):
         whole = chosen(**changed)
-        assert (whole.policy, whole.train["replay_fraction"]) == ("balanced", 0.5)
+        assert (whole.policy, whole.train.replay_fraction) == ("balanced", 0.5)
         assert general_config(whole).prompts == "token:1920"
     assert general_config(chosen(rows="chat", own_chats=True)).prompts == "magpie:1920"
     config = AlignConfig(target="t", draft="d", prompts="p", out="o", policy="id")
     alone = chosen()
-    assert (alone.train["replay_fraction"], alone.distill["general_texts"]) == (0.0, 0)
+    assert (alone.train.replay_fraction, alone.distill.general_texts) == (0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
-    assert greedy.eval["temperature"] == [0.0]
+    assert greedy.eval.temperature == [0.0]
 
 
 def test_options_of_a_stage_reach_it(draft_dir):
-    given: dict[str, Any] = {"optim": {"warmup_steps": 3}, "batch_size": 4}
+    given = TrainChoices(optim=OptimChoices(warmup_steps=3), batch_size=4)
     config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", plain=True, train=given)
     whole, _ = complete(config, facts())
     kept, plain = (train_config(whole, name) for name in ("jsd-balanced", "jsd-plain"))
     assert (kept.optim.warmup_steps, kept.batch_size) == (3, 4)
     assert (kept.accumulation, kept.optim.lr, kept.replay) == (
         1,
-        whole.train["optim"]["lr"],
+        whole.train.optim.lr,
         ["o/general"],
     )
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
     # Where nothing is decoded, nothing is timed.
-    undecoded, _ = complete(replace(config, eval={"tree": ["none"]}), facts())
+    undecoded, _ = complete(replace(config, eval=EvalChoices(tree=["none"])), facts())
     assert eval_config(undecoded).speed_prompts == 0
 
 

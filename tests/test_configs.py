@@ -5,7 +5,7 @@ their true size.
 import json
 import re
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +126,7 @@ def test_recipe_is_read_by_its_command(path, monkeypatch):
     for key, value in written.items():
         given = getattr(config, key)
         if isinstance(value, dict):
-            group = given if isinstance(given, dict) else vars(given)
+            group = asdict(given)
             given = {name: group[name] for name in value}
         assert given == value, key
     if isinstance(config, EvalConfig):

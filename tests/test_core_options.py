@@ -267,4 +267,4 @@ def test_options_are_laid_over_the_configuration_of_a_call():
     with pytest.raises(TypeError, match=r"expected TrainConfig\(...\) .* got a dict"):
         configured(TrainConfig, {"data": ["d"]}, {})
     with pytest.raises(InputError, match=r"did you mean train\.optim\.lr\?"):
-        AlignConfig(target="t", out="o", prompts="p", train={"optim": {"lrr": 1}})
+        AlignConfig(target="t", out="o", prompts="p", train={"optim": {"lrr": 1}})  # type: ignore[arg-type]

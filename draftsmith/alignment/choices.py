@@ -1,15 +1,15 @@
 """The options that `align` chooses if they were left open: one table, in the order of choosing."""
 
-import dataclasses
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.core.errors import InputError
-from draftsmith.core.options import put, value_at
 from draftsmith.train.optimizer import usual_rate
 
 T = TypeVar("T")
@@ -28,13 +28,10 @@ _MOST_TOGETHER = 512
 
 @dataclass(frozen=True)
 class Known:
-    """The facts, and the options that are given or chosen so far: `known["train.steps"]`."""
+    """The facts, and the options that are given or chosen so far."""
 
     facts: Facts
-    values: dict[str, Any]
-
-    def __getitem__(self, key: str) -> Any:
-        return value_at(self.values, key)
+    options: AlignConfig
 
     def by_device(self, on_gpu: T, on_cpu: T) -> T:
         """Return one value on a GPU and another on a CPU."""
@@ -49,19 +46,25 @@ class Known:
         return str(self.facts.context or "unknown")
 
     @property
+    def sampled_by(self) -> Mapping[str, str]:
+        """What decides each sampling option."""
+        named = dict.fromkeys(self.facts.sampling.from_target, "generation_config.json")
+        return defaultdict(lambda: "own distribution", named)
+
+    @property
     def usable(self) -> int:
         """Number of prompts that are not held out."""
-        return self.facts.prompts - (self["heldout_prompts"] or 0)
+        return self.facts.prompts - (self.options.heldout_prompts or 0)
 
     @property
     def answers(self) -> int:
-        return int(self["distill.max_prompts"] * self["distill.num_samples"])
+        return self.options.distill.max_prompts * self.options.distill.num_samples
 
     @property
     def draft_parameters(self) -> int:
         """Parameters of the draft, with the output projection of a fresh EAGLE-3 head."""
         facts = self.facts
-        size = self["train.draft_vocab_size"]
+        size = self.options.train.draft_vocab_size
         if size is None or not self.large_projection:
             return facts.draft_parameters
         projection = facts.projection_share * facts.target_read
@@ -75,60 +78,71 @@ class Known:
     def draft_size(self) -> str:
         return f"draft of {_count(self.draft_parameters)} parameters"
 
+    @property
+    def target_size(self) -> str:
+        return _count(self.facts.target_parameters)
+
+    @property
+    def general_rows(self) -> str:
+        return "chat rows" if self.facts.own_chats else "no chats"
+
 
 @dataclass(frozen=True)
 class Choice:
-    """An option with the rule that chooses it.
+    """An open field of the options, and the rule that fills it.
 
-    value: returns None to leave the option open. reason: text with `{known}` and its parts.
+    field: dotted. value: returns None to leave the field open. reason: text with `{known}` and its
+    parts.
     """
 
-    key: str
+    field: str
     value: Callable[[Known], object]
-    reason: str | Callable[[Known], str]
-
-    def why(self, known: Known) -> str:
-        """Return the reason in words."""
-        if callable(self.reason):
-            return self.reason(known)
-        return self.reason.format(known=known, facts=known.facts)
+    reason: str
 
 
 def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
     """Return the options with nothing left open, and one line per choice: key, value and reason."""
-    known = Known(facts, dataclasses.asdict(config))
+    known = Known(facts, config)
     lines = []
     for choice in CHOICES:
-        if known[choice.key] not in (None, []):
+        if attrgetter(choice.field)(known.options) is not None:
             continue
         value = choice.value(known)
         if value is not None:
-            put(known.values, choice.key, value)
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            lines.append(f"{choice.key} {shown}   ({choice.why(known)})")
-    one = facts.different == 1 and known["heldout_prompts"]
-    if min(known["distill.max_prompts"], known.usable) < 2 or one:
+            lines.append(f"{choice.field} {shown}   ({choice.reason.format(known=known)})")
+            known = Known(facts, _filled(known.options, choice.field, value))
+    one = facts.different == 1 and known.options.heldout_prompts
+    if min(known.options.distill.max_prompts, known.usable) < 2 or one:
         same = ", which all ask the same," if one else ""
         raise InputError(
             f"prompts: {facts.prompts} usable prompts{same} are too few to train on and to hold "
             "out; add some"
         )
-    length = known["train.max_length"]
+    length = known.options.train.max_length
     if facts.context is not None and length > facts.context:
         raise InputError(
-            f"train.max_length: {length} is longer than the context of {facts.context}"
+            f"train.max_length: {length} is longer than the context of {known.facts.context}"
         )
-    return AlignConfig(**known.values), lines
+    return known.options, lines
+
+
+def _filled(options: Any, field: str, value: object) -> Any:
+    """Return options with a field of theirs, or of a group of them, replaced."""
+    name, _, inner = field.partition(".")
+    if inner:
+        value = _filled(getattr(options, name), inner, value)
+    return replace(options, **{name: value})
 
 
 def _heldout(known: Known) -> int | None:
     # Never more than a fifth: the rest trains the draft. Rows that ask the same count once.
     fifth = (known.facts.different or known.facts.prompts) // 5
-    return None if known["id"] else max(1, min(known["eval.max_prompts"], fifth))
+    return None if known.options.id else max(1, min(known.options.eval.max_prompts, fifth))
 
 
 def _samples(known: Known) -> int:
-    prompts = known["distill.max_prompts"]
+    prompts = known.options.distill.max_prompts
     return 4 if prompts < 500 else 2 if prompts < 5000 else 1
 
 
@@ -139,21 +153,14 @@ def _answer(known: Known) -> int:
     return usual if context is None else max(1, min(usual, context // 2))
 
 
-def _sampled(key: str) -> Choice:
+def _sampled(field: str) -> Choice:
     """Choose the target's own value of a sampling option."""
-
-    def why(known: Known) -> str:
-        named = key in known.facts.sampling.from_target
-        return f"the target's {'generation_config.json' if named else 'own distribution'}"
-
-    def value(known: Known) -> object:
-        return getattr(known.facts.sampling.sampling, key)
-
-    return Choice(f"distill.{key}", value, why)
+    value = attrgetter(f"facts.sampling.sampling.{field}")
+    return Choice(f"distill.{field}", value, f"the target's {{known.sampled_by[{field}]}}")
 
 
 def _general_from(known: Known) -> str | None:
-    if not known["distill.general_texts"]:
+    if not known.options.distill.general_texts:
         return None
     return "magpie" if known.facts.own_chats else "token"
 
@@ -165,7 +172,7 @@ def _draft_vocabulary(known: Known) -> int | None:
 
 def _rows_per_step(known: Known) -> int:
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
-    batch = known["train.batch_size"] or 1
+    batch = known.options.train.batch_size or 1
     return known.by_device(32, max(4, batch * known.facts.processes))
 
 
@@ -174,25 +181,25 @@ def _steps(known: Known) -> int:
     # writing the answers.
     most = 3 if known.facts.fresh_head and not known.facts.on_gpu else 5
     passes = most if known.answers < 10_000 else 3 if known.answers < 50_000 else 1
-    rows = passes * known.answers * (1 - known["train.heldout_fraction"])
-    return max(50, math.ceil(rows / known["train.rows_per_step"]))
+    rows = passes * known.answers * (1 - known.options.train.heldout_fraction)
+    return max(50, math.ceil(rows / known.options.train.rows_per_step))
 
 
 def _eval_every(known: Known) -> int:
-    steps: int = known["train.steps"]
-    heldout = known["train.heldout_fraction"] * known.answers
+    steps = known.options.train.steps
+    heldout = known.options.train.heldout_fraction * known.answers
     # A held-out row costs about a third of a trained one: measuring then takes a sixth as long as
     # training, also where a few steps are trained on many answers.
-    affordable = round(2 * heldout / known["train.rows_per_step"])
+    affordable = round(2 * heldout / known.options.train.rows_per_step)
     return max(5, steps // 15, min(affordable, steps // 3))
 
 
 def _learning_rate(known: Known) -> float:
-    return usual_rate(known.draft_parameters, taught=set(known["objective"]) != {"ce"})
+    return usual_rate(known.draft_parameters, taught=set(known.options.objective) != {"ce"})
 
 
 def _max_length(known: Known) -> int:
-    whole = known.facts.longest_prompt + known["distill.max_new_tokens"]
+    whole = known.facts.longest_prompt + known.options.distill.max_new_tokens
     tokens = math.ceil(whole / 32) * 32
     return min(tokens, 2048, known.facts.context or tokens)
 
@@ -202,9 +209,9 @@ def _batch_size(known: Known) -> int:
     fits = 32
     if size >= _LARGE:
         fits = 2
-    elif size * known["train.max_length"] >= 10**10:
+    elif size * known.options.train.max_length >= 10**10:
         fits = 8
-    share = max(1, known["train.rows_per_step"] // known.facts.processes)
+    share = max(1, known.options.train.rows_per_step // known.facts.processes)
     rows = min(fits, share)
     while share % rows:
         rows -= 1
@@ -227,26 +234,24 @@ def _count(parameters: int) -> str:
 
 CHOICES = (
     Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.place}"),
-    Choice("heldout_prompts", _heldout, "{facts.prompts} prompts, no --id"),
+    Choice("heldout_prompts", _heldout, "{known.facts.prompts} prompts, no --id"),
     Choice(
         "distill.max_prompts",
         lambda known: max(1, known.usable),
-        "{facts.prompts} prompts, {known.place}",
+        "{known.facts.prompts} prompts, {known.place}",
     ),
-    Choice("distill.num_samples", _samples, "{known[distill.max_prompts]} prompts"),
+    Choice("distill.num_samples", _samples, "{known.options.distill.max_prompts} prompts"),
     Choice("train.heldout_fraction", lambda known: 0.06, "enough to choose weights by"),
     Choice("policy", lambda known: "balanced", "docs/robust.md"),
     Choice(
         "distill.max_new_tokens",
         _answer,
-        "{facts.rows} rows, {known.place}, context {known.context}",
+        "{known.facts.rows} rows, {known.place}, context {known.context}",
     ),
     Choice(
         "distill.batch_size",
         _answered_together,
-        lambda known: (
-            f"target of {_count(known.facts.target_parameters)} parameters, {known.place}"
-        ),
+        "target of {known.target_size} parameters, {known.place}",
     ),
     Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
     _sampled("temperature"),
@@ -255,48 +260,54 @@ CHOICES = (
     _sampled("min_p"),
     Choice(
         "train.replay_fraction",
-        lambda known: 0.0 if known["policy"] == "id" else _REPLAYED,
-        "policy {known[policy]}",
+        lambda known: 0.0 if known.options.policy == "id" else _REPLAYED,
+        "policy {known.options.policy}",
     ),
     Choice(
         "distill.general_texts",
-        lambda known: min(_MOST_TEXTS, known.answers) if known["train.replay_fraction"] else 0,
+        lambda known: min(_MOST_TEXTS, known.answers) if known.options.train.replay_fraction else 0,
         f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
     ),
     Choice(
         "distill.general_from",
         _general_from,
-        lambda known: "chat rows" if known.facts.own_chats else "no chats",
+        "{known.general_rows}",
     ),
     Choice(
         "train.draft_vocab_size",
         _draft_vocabulary,
-        "the output projection is {facts.projection_share:.0%} of the target; EAGLE-3 drafts a "
-        "part of it",
+        "the output projection is {known.facts.projection_share:.0%} of the target; EAGLE-3 drafts "
+        "a part of it",
     ),
     Choice("train.rows_per_step", _rows_per_step, "{known.place}"),
-    Choice("train.steps", _steps, "{known.answers} answers, {known[train.rows_per_step]} per step"),
+    Choice(
+        "train.steps",
+        _steps,
+        "{known.answers} answers, {known.options.train.rows_per_step} per step",
+    ),
     Choice("train.optim.lr", _learning_rate, "{known.draft_size}"),
     Choice(
         "train.optim.warmup_steps",
-        lambda known: min(100, max(1, known["train.steps"] // 20)),
-        "{known[train.steps]} steps",
+        lambda known: min(100, max(1, known.options.train.steps // 20)),
+        "{known.options.train.steps} steps",
     ),
     Choice(
         "train.max_length",
         _max_length,
-        "longest prompt {facts.longest_prompt}, answers {known[distill.max_new_tokens]}, context "
-        "{known.context}",
+        "longest prompt {known.facts.longest_prompt}, answers "
+        "{known.options.distill.max_new_tokens}, context {known.context}",
     ),
-    Choice("train.batch_size", _batch_size, "{known.draft_size}, {facts.processes} process(es)"),
+    Choice(
+        "train.batch_size", _batch_size, "{known.draft_size}, {known.facts.processes} process(es)"
+    ),
     Choice(
         "train.eval_every",
         _eval_every,
-        "{known[train.steps]} steps",
+        "{known.options.train.steps} steps",
     ),
     Choice(
         "train.save_every",
-        lambda known: max(1, min(50, known["train.steps"] // 5)),
+        lambda known: max(1, min(50, known.options.train.steps // 5)),
         "a killed run loses at most this many steps",
     ),
     Choice(
@@ -306,7 +317,7 @@ CHOICES = (
     ),
     Choice(
         "eval.temperature",
-        lambda known: sorted({0.0, known["distill.temperature"]}),
+        lambda known: sorted({0.0, known.options.distill.temperature}),
         "greedy, and as distilled",
     ),
     Choice(
@@ -316,12 +327,12 @@ CHOICES = (
     ),
     Choice(
         "eval.max_new_tokens",
-        lambda known: min(known["distill.max_new_tokens"], known.by_device(128, 48)),
-        "answers of {known[distill.max_new_tokens]} tokens, {known.place}",
+        lambda known: min(known.options.distill.max_new_tokens, known.by_device(128, 48)),
+        "answers of {known.options.distill.max_new_tokens} tokens, {known.place}",
     ),
     Choice(
         "eval.speed_prompts",
-        lambda known: 0 if known["eval.tree"] == ["none"] else known.by_device(8, 6),
+        lambda known: 0 if known.options.eval.tree == ["none"] else known.by_device(8, 6),
         "{known.place}",
     ),
     Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.place}"),

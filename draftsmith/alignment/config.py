@@ -4,7 +4,7 @@ open.
 
 import re
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
@@ -13,46 +13,140 @@ from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
-    Given,
     NotIdentity,
+    OpenShare,
+    Positive,
     Rare,
     RunOptions,
+    Share,
+    ShareBelow1,
     TargetOptions,
+    Temperature,
     Text,
+    TopP,
     options,
     refuse_unused,
 )
 from draftsmith.core.prompt_rows import parse_named
-from draftsmith.distill.config import DistillConfig
-from draftsmith.eval.config import EvalConfig
-from draftsmith.train.config import TrainConfig
 from draftsmith.train.objective import parse_objective
 
+T = TypeVar("T")
+# An option that `alignment.choices` fills if it is None. What reads it comes after the choices, so
+# a type checker sees a value.
+if TYPE_CHECKING:
+    Open = Annotated[T, "open"]
+else:
+    Open = Annotated[T | None, "open"]
+OPEN: Any = None
 Policy = Literal["id", "balanced"]
 
 
 @options
-class AlignedDistilling(DistillConfig):
+class DistillChoices:
     """What the target writes."""
 
-    general_texts: AtLeast0 | None = None
+    general_texts: Rare[Open[AtLeast0]] = OPEN
     """Number of texts to replay, which the target writes by itself."""
-    general_from: Literal["magpie", "token"] | None = None
+    general_from: Rare[Open[Literal["magpie", "token"]]] = OPEN
     """What those texts are. magpie: chats in the target's template, user turns included. token:
     texts that begin with a random token of the vocabulary.
+    """
+    num_samples: Rare[Open[AtLeast1]] = OPEN
+    """Answers per prompt."""
+    max_new_tokens: Open[AtLeast1] = OPEN
+    """Longest answer, in tokens."""
+    temperature: Open[Temperature] = OPEN
+    """The temperature that you will serve with; 0 is greedy. Default: the target's
+    generation_config.json, else 1.
+    """
+    batch_size: Rare[Open[AtLeast1]] = OPEN
+    """Rows generated together. A finished row is replaced by the next prompt."""
+    part_rows: Rare[Open[AtLeast1]] = OPEN
+    """About this many rows per Parquet file."""
+    top_k: Rare[Open[AtLeast0]] = OPEN
+    """Keep the k most probable tokens; 0 keeps all. Default: generation_config.json, else 0."""
+    top_p: Rare[Open[TopP]] = OPEN
+    """Keep the smallest set of tokens with this mass; 1 keeps all. Default: generation_config.json,
+    else 1.
+    """
+    min_p: Rare[Open[Share]] = OPEN
+    """Keep tokens of at least this share of the greatest probability. Default:
+    generation_config.json, else 0.
+    """
+    max_prompts: Open[AtLeast1] = OPEN
+    """Use only the first prompts."""
+
+
+@options
+class OptimChoices:
+    """Optimizer and schedule."""
+
+    lr: Open[Positive] = OPEN
+    """Peak learning rate. null: by a rule from the number of trained parameters, which is said."""
+    warmup_steps: Rare[Open[AtLeast0]] = OPEN
+    """Steps in which the rate rises from 0."""
+
+
+@options
+class TrainChoices:
+    """Training on what the target wrote."""
+
+    steps: Open[AtLeast1] = OPEN
+    """Optimizer steps without replay; policy balanced takes twice as many, so that the draft still
+    sees every answer.
+    """
+    rows_per_step: Rare[Open[AtLeast1]] = OPEN
+    """Sequences per optimizer step, over all processes."""
+    draft_vocab_size: Rare[AtLeast1 | None] = None
+    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle,
+    medusa, hydra.
+    """
+    heldout_fraction: Rare[Open[OpenShare]] = OPEN
+    """Share of the prompts in `data` that are held out if `heldout` is empty."""
+    max_length: Rare[Open[AtLeast1]] = OPEN
+    """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this
+    length.
+    """
+    replay_fraction: Rare[Open[ShareBelow1]] = OPEN
+    """Share of the sequences that come from `replay`."""
+    batch_size: Rare[Open[AtLeast1]] = OPEN
+    """Sequences per process and forward."""
+    gradient_checkpointing: Rare[Open[bool]] = OPEN
+    """Recompute the draft's activations in the backward: less memory, more time."""
+    eval_every: Rare[Open[AtLeast1]] = OPEN
+    """Steps between held-out evaluations, which select the best weights by alpha, or without a
+    teacher by the loss.
+    """
+    save_every: Rare[Open[AtLeast1]] = OPEN
+    """Steps between checkpoints that a killed run continues from."""
+    optim: OptimChoices = field(default_factory=OptimChoices)
+    precision: Rare[Literal["auto", "fp32", "bf16"] | None] = None
+    """Autocast of the forward. Weights and optimizer stay fp32. auto: bf16 if an accelerator has
+    it.
     """
 
 
 @options
-class AlignedTraining(TrainConfig):
-    """Training on what the target wrote."""
+class EvalChoices:
+    """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
 
-    steps: AtLeast1 | None = None
-    """Optimizer steps without replay; policy balanced takes twice as many, so that the draft still
-    sees every answer.
+    temperature: Open[Annotated[list[Temperature], Field(min_length=1)]] = OPEN
+    """Temperatures to measure at; the report leads with the highest."""
+    tree: Rare[Open[Annotated[list[str], Field(min_length=1)]]] = OPEN
+    """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
+    auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
+    alpha and predictions only.
     """
-    rows_per_step: AtLeast1 | None = None
-    """Sequences per optimizer step, over all processes."""
+    max_prompts: Open[AtLeast1] = OPEN
+    """Prompts to read from each set."""
+    max_new_tokens: Rare[Open[AtLeast1]] = OPEN
+    """Maximum length of a continuation."""
+    speed_prompts: Rare[Open[AtLeast0]] = OPEN
+    """Prompts per set to time at batch 1; 0 skips timing."""
+    batch_size: Rare[Open[AtLeast1]] = OPEN
+    """Prompts to decode together, except when timing."""
+    bootstrap: Rare[Annotated[int, Field(ge=100)] | None] = None
+    """Resamples behind every 95 % interval."""
 
 
 @options
@@ -97,59 +191,11 @@ class AlignConfig(TargetOptions, RunOptions):
     """Number of --prompts to hold out if --id is empty."""
     prompt_tokens: Rare[AtLeast1] = 32
     """For rows with `text`: number of leading tokens that make the prompt."""
-    distill: Annotated[
-        dict[str, Any],
-        Given(
-            AlignedDistilling,
-            shown=("max_new_tokens", "temperature", "max_prompts"),
-            rare=(
-                "general_texts",
-                "general_from",
-                "num_samples",
-                "batch_size",
-                "part_rows",
-                "top_k",
-                "top_p",
-                "min_p",
-            ),
-        ),
-    ] = field(default_factory=dict)
+    distill: DistillChoices = field(default_factory=DistillChoices)
     """Some options of `draftsmith distill`; for the others run it by itself."""
-    train: Annotated[
-        dict[str, Any],
-        Given(
-            AlignedTraining,
-            shown=("steps", "optim.lr"),
-            rare=(
-                "rows_per_step",
-                "draft_vocab_size",
-                "heldout_fraction",
-                "max_length",
-                "replay_fraction",
-                "batch_size",
-                "gradient_checkpointing",
-                "precision",
-                "eval_every",
-                "save_every",
-                "optim.warmup_steps",
-            ),
-        ),
-    ] = field(default_factory=dict)
+    train: TrainChoices = field(default_factory=TrainChoices)
     """Some options of `draftsmith train`; for the others run it by itself."""
-    eval: Annotated[
-        dict[str, Any],
-        Given(
-            EvalConfig,
-            shown=("temperature", "max_prompts"),
-            rare=(
-                "tree",
-                "max_new_tokens",
-                "speed_prompts",
-                "batch_size",
-                "bootstrap",
-            ),
-        ),
-    ] = field(default_factory=dict)
+    eval: EvalChoices = field(default_factory=EvalChoices)
     """Some options of `draftsmith eval`; for the others run it by itself."""
     push_to_hub: NotIdentity[Rare[str | None]] = None
     """Upload the best aligned draft to this model on the hub, owner/name, with the token in
@@ -161,7 +207,7 @@ class AlignConfig(TargetOptions, RunOptions):
             raise InputError("init: makes the draft that --draft would name; give one of the two")
         if self.policy == "id":
             refuse_unused(self, {"plain": "every draft is trained so with --policy id"})
-            if self.distill.get("general_texts") or self.train.get("replay_fraction"):
+            if self.distill.general_texts or self.train.replay_fraction:
                 raise InputError("policy: id replays nothing; leave out the options of replay")
         if self.id and self.heldout_prompts is not None:
             raise InputError("heldout_prompts: --id names the prompts to measure; give one of them")

@@ -66,7 +66,7 @@ def load(config: AlignConfig) -> LoadedModels:
         tokenizer=load_tokenizer(config.target, **tokenizing(config)),
         **loading(config),
     )
-    size = config.train.get("draft_vocab_size")
+    size = config.train.draft_vocab_size
     for draft in models.drafts.values():
         if isinstance(draft, PreTrainedModel) and size is not None:
             whole = min(vocabulary_size(draft), vocabulary_size(models.target))
@@ -81,7 +81,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     draft = next(iter(models.drafts.values()), None)
     device = resolve_device(config.device)
     on_gpu = device.type == "cuda"
-    most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
+    most = config.distill.max_prompts or (20_000 if on_gpu else 1024)
     if not config.id:
         most += config.heldout_prompts or 64
     prompts = _read(config, models, config.prompts, "distill", most)
@@ -114,7 +114,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         sampling=resolve_sampling(
             config.target,
             target,
-            temperature=config.distill.get("temperature"),
+            temperature=config.distill.temperature,
             default_temperature=1.0,
         ),
         fresh_head=draft is None,
@@ -146,7 +146,7 @@ def _read(
     config: AlignConfig, models: LoadedModels, source: str, stage: str, limit: int
 ) -> PromptSet:
     """Read the prompts that leave room for the new tokens of a stage."""
-    new_tokens = getattr(config, stage).get("max_new_tokens") or 1
+    new_tokens = getattr(config, stage).max_new_tokens or 1
     room = room_for_prompts(models.context, new_tokens, f"{stage}.max_new_tokens")
     return read_prompts(
         source,

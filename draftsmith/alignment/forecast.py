@@ -3,9 +3,8 @@ most.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stage_configs import eval_config
+from draftsmith.alignment.stage_configs import Stages
 from draftsmith.core.ranks import launched
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder
@@ -23,8 +22,8 @@ from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
+from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.method import shape_of
-from draftsmith.train.config import TrainConfig
 from draftsmith.train.trainees import TRAINEES
 
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
@@ -33,25 +32,15 @@ _TOKENS = 8
 _ROUNDS = 5
 
 
-def untrained(models: LoadedModels, config: AlignConfig, run: TrainConfig) -> Draft:
+def untrained(models: LoadedModels, stages: Stages) -> Draft:
     """Return the draft before its training: the one that was given, or a fresh head."""
     if models.drafts:
         return next(iter(models.drafts.values()))
-    size = config.train.get("draft_vocab_size")
+    run = next(iter(stages.training.values()))
+    size = run.draft_vocab_size
     if run.kind == "eagle3" and size is not None:
         return Eagle3Head.fresh(models.target, draft_vocab=range(size)).eval()
     return HEADS[run.kind].fresh(models.target).eval()
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """A step on chain:2 at one temperature, one row, beside the target's own.
-
-    ratio: seconds of the one over those of the other, the tokens per call from which a draft pays.
-    """
-
-    temperature: float
-    ratio: float
 
 
 def step_costs(
@@ -59,19 +48,20 @@ def step_costs(
     draft: Draft,
     prompt: Sequence[int],
     temperatures: Sequence[float],
-) -> list[StepCost]:
-    """Time steps with a draft and without, at each temperature. None if the draft is not that deep.
+) -> dict[float, float]:
+    """Return, by temperature, the seconds of a step on chain:2 over those of the target's own, of
+    one row: the tokens per call from which a draft pays. Empty if the draft is not that deep.
 
     What a draft accepts does not change what a step costs, so an untrained one is timed.
     """
     if (depth_limit(draft) or _CHAIN) < _CHAIN:
-        return []
+        return {}
     proposer = PROPOSERS[kind_of(draft)].make(draft)
     decoders = [
         SpeculativeDecoder(models.target),
         SpeculativeDecoder(models.target, proposer, chain(_CHAIN)),
     ]
-    costs = []
+    costs = {}
     for temperature in temperatures:
         sampling = Sampling(temperature=temperature)
         alone: list[float] = []
@@ -82,25 +72,24 @@ def step_costs(
                 seconds.append(batch.decode_s / batch.generations[0].stats.target_calls)
         # The first round packs weights.
         pairs = zip(alone[1:], drafted[1:], strict=True)
-        ratio = median(with_draft / without for without, with_draft in pairs)
-        costs.append(StepCost(temperature, ratio))
+        costs[temperature] = median(with_draft / without for without, with_draft in pairs)
     return costs
 
 
-def pays(costs: Sequence[StepCost]) -> str:
+def pays(costs: Mapping[float, float]) -> str:
     """Say from how many tokens per call a draft pays here."""
-    first, *others = costs
-    text = f"pays: from {first.ratio:.2f} tokens per call at T = {first.temperature:g}"
-    text += "".join(f", {cost.ratio:.2f} at T = {cost.temperature:g}" for cost in others)
+    (first, ratio), *others = costs.items()
+    text = f"pays: from {ratio:.2f} tokens per call at T = {first:g}"
+    text += "".join(f", {ratio:.2f} at T = {temperature:g}" for temperature, ratio in others)
     text += f", on chain:{_CHAIN} here (its step was timed)"
-    if min(cost.ratio for cost in costs) > 1 + _CHAIN:
+    if min(costs.values()) > 1 + _CHAIN:
         text += ": more than it can bring, so no draft pays on it"
     return text
 
 
 def expected(
     config: AlignConfig,
-    runs: Sequence[TrainConfig],
+    stages: Stages,
     models: LoadedModels,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
@@ -111,38 +100,41 @@ def expected(
     draft: before its training. The training of Medusa, Hydra and block drafters is not timed; its
     progress line tells.
     """
-    distilling = config.distill
-    answers = distilling["max_prompts"] * distilling["num_samples"]
+    options = config.distill
+    answers = options.max_prompts * options.num_samples
     # The target writes the chats that it replays from their first turn on.
-    turns = 2 if distilling.get("general_from") == "magpie" else 1
-    rows = [*prompts] * distilling["num_samples"]
+    turns = 2 if options.general_from == "magpie" else 1
+    together = ([*prompts] * options.num_samples)[: options.batch_size]
     alone = SpeculativeDecoder(models.target)
-    together = rows[: distilling["batch_size"]]
-    tokens = distilling["max_new_tokens"]
-    answer_s = _answer_s(alone, together, distilling["temperature"], tokens)
-    written = answers + turns * distilling["general_texts"]
-    stages = {"distil": written * answer_s / launched()}
+    answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
+    written = answers + turns * options.general_texts
+    expected_s = {"distil": written * answer_s / launched()}
     if isinstance(draft, PreTrainedModel | FeatureHead):
-        last = runs[-1]
-        depths = last.head.test_steps or getattr(TRAINEES[last.kind], "usual_steps", 1)
-        trained = sum(run.steps or 0 for run in runs) * config.train["rows_per_step"]
+        runs = stages.training.values()
+        last = [*runs][-1]
+        usual: int = getattr(TRAINEES[last.kind], "usual_steps", 1)
+        depths = last.head.test_steps or usual
+        trained = sum(run.steps or 0 for run in runs) * config.train.rows_per_step
         # Cached, the states that a head reads are computed once.
         cached = isinstance(draft, FeatureHead) and last.head.features
-        read = answers + distilling["general_texts"] if cached else trained
-        read_s, draft_s = _row_s(models.target, draft, config.train["max_length"])
-        stages["train"] = (read * read_s + trained * depths * draft_s) / launched()
-    stages["evaluate"] = _evaluate_s(config, models, draft, prompts)
-    line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in stages.items())
+        read = answers + options.general_texts if cached else trained
+        read_s, draft_s = _row_s(models.target, draft, last.max_length)
+        expected_s["train"] = (read * read_s + trained * depths * draft_s) / launched()
+    expected_s["evaluate"] = _evaluate_s(config, stages.evaluation, models, draft, prompts)
+    line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in expected_s.items())
     return f"expected at most: {line} (some steps of each were timed)"
 
 
 def _evaluate_s(
-    config: AlignConfig, models: LoadedModels, draft: Draft, prompts: Sequence[Sequence[int]]
+    config: AlignConfig,
+    evaluation: EvalConfig,
+    models: LoadedModels,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
 ) -> float:
     """Seconds of decoding every set with the target alone, and with every draft and tree, in
     batches and one row at a time. Each draft takes what this one takes.
     """
-    evaluation = eval_config(config)
     proposer = PROPOSERS[kind_of(draft)].make(draft)
     drafting = []
     for tree in evaluation.tree:

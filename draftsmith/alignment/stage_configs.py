@@ -1,7 +1,9 @@
 """The options of each stage: real configurations, made from those of `align`."""
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.devices import resolve_device
@@ -15,6 +17,9 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.schema import JOINED
 from draftsmith.train.config import DraftKind, HeadOptions, TrainConfig
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 # Names in the evaluation: prompt lookup, and prompt lookup before the draft.
 LOOKUP = "lookup"
 BOTH = "both"
@@ -26,17 +31,51 @@ def _common(config: AlignConfig) -> dict[str, Any]:
     return {"target": config.target, **tokenizer, **loading(config)}
 
 
-def _without(options: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in options.items() if key not in keys}
+@dataclass(frozen=True)
+class Stages:
+    """The options of every stage. general: of the text to replay; None without replay. training: by
+    the name of the draft.
+    """
+
+    distill: DistillConfig
+    general: DistillConfig | None
+    training: dict[str, TrainConfig]
+    evaluation: EvalConfig
 
 
-def distill_config(config: AlignConfig, prompts: str) -> DistillConfig:
-    """Return the options of distilling the answers to `prompts` (a file)."""
+def stages_of(config: AlignConfig) -> Stages:
+    """Return the options of every stage; those of `align` are complete."""
+    return Stages(
+        distill=distill_config(config),
+        general=general_config(config) if config.train.replay_fraction else None,
+        training={name: train_config(config, name) for name in config.trained()},
+        evaluation=eval_config(config),
+    )
+
+
+def given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without those that are open, also in groups."""
+    return {
+        key: given(value) if isinstance(value, dict) else value
+        for key, value in options.items()
+        if value is not None
+    }
+
+
+def _shared(choices: "DataclassInstance", stage: type["DataclassInstance"]) -> dict[str, Any]:
+    """Return the options of `align` that the stage itself has."""
+    known = {field.name for field in fields(stage)}
+    return {key: value for key, value in given(asdict(choices)).items() if key in known}
+
+
+def distill_config(config: AlignConfig) -> DistillConfig:
+    """Return the options of distilling the answers to the prompts that are not held out."""
+    out = Path(config.out)
     return DistillConfig(
-        **_without(config.distill, "general_texts", "general_from"),
+        **_shared(config.distill, DistillConfig),
         **_common(config),
-        prompts=prompts,
-        out=str(Path(config.out) / "distilled"),
+        prompts=config.prompts if config.id else str(out / "prompts" / "train.jsonl"),
+        out=str(out / "distilled"),
         prompt_tokens=config.prompt_tokens,
         seed=config.seed,
     )
@@ -46,11 +85,11 @@ def general_config(config: AlignConfig) -> DistillConfig:
     """Return the options of writing text to replay: what the target writes by itself."""
     return DistillConfig(
         **_common(config),
-        prompts=f"{config.distill['general_from']}:{config.distill['general_texts']}",
+        prompts=f"{config.distill.general_from}:{config.distill.general_texts}",
         out=str(Path(config.out) / "general"),
-        max_new_tokens=config.distill["max_new_tokens"],
-        batch_size=config.distill["batch_size"],
-        part_rows=config.distill["part_rows"],
+        max_new_tokens=config.distill.max_new_tokens,
+        batch_size=config.distill.batch_size,
+        part_rows=config.distill.part_rows,
         temperature=1.0,
         top_p=1.0,
         top_k=0,
@@ -64,12 +103,12 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     out = Path(config.out)
     objective = config.trained()[name]
     options = config.train
-    replayed = 0.0 if name in config.plain_drafts() else options["replay_fraction"]
-    rows = options["rows_per_step"]
-    batch = options["batch_size"] * launched()
+    replayed = 0.0 if name in config.plain_drafts() else options.replay_fraction
+    rows = options.rows_per_step
+    batch = options.batch_size * launched()
     if rows % batch:
         raise InputError(
-            f"train.batch_size: {options['batch_size']} on {launched()} processes does not divide "
+            f"train.batch_size: {options.batch_size} on {launched()} processes does not divide "
             f"train.rows_per_step, {rows}; change one of them"
         )
     kind = _kind(config)
@@ -81,18 +120,18 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
         features=str(out / "features") if cached else None,
         test_steps=_FRESH_DEPTHS if kind == "eagle3" and config.draft is None else None,
     )
+    # Replay adds steps of its own: as many sequences of answers are trained on as without it.
+    replay_steps = round(options.steps / (1 - replayed)) - options.steps
+    shared = _shared(options, TrainConfig) | _common(config)
+    shared |= {"steps": options.steps + replay_steps, "replay_fraction": replayed}
     return TrainConfig(
-        **_without(options, "rows_per_step", "steps", "replay_fraction"),
-        **_common(config),
+        **shared,
         out=str(out / name),
         kind=kind,
         draft=config.draft,
         objective=objective,
         data=[str(out / "distilled")],
         replay=[str(out / "general")] if replayed else [],
-        replay_fraction=replayed,
-        # As many sequences of answers as without replay.
-        steps=round(options["steps"] / (1 - replayed)),
         accumulation=rows // batch,
         head=head,
         seed=config.seed + 1 + config.objective.index(objective),
@@ -101,7 +140,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
 
 def _kind(config: AlignConfig) -> DraftKind:
     if config.draft is None:
-        return "eagle3" if config.train.get("draft_vocab_size") else "eagle"
+        return "eagle3" if config.train.draft_vocab_size else "eagle"
     kind = draft_kind(config.draft)
     return "lm" if kind == "draft" else cast(DraftKind, kind)
 
@@ -127,15 +166,15 @@ def eval_config(config: AlignConfig) -> EvalConfig:
     if not NAME.fullmatch(heldout) or heldout in (*parse_named("ood", config.ood), "id", "ood"):
         heldout = "heldout"
     return EvalConfig(
-        **config.eval,
+        **_shared(config.eval, EvalConfig),
         **_common(config),
         draft=contenders(config),
         id=config.id or [f"{heldout}={out / 'prompts' / 'heldout.jsonl'}"],
         ood=config.ood,
         out=str(out / "eval"),
-        top_p=config.distill["top_p"],
-        top_k=config.distill["top_k"],
-        min_p=config.distill["min_p"],
+        top_p=config.distill.top_p,
+        top_k=config.distill.top_k,
+        min_p=config.distill.min_p,
         prompt_tokens=config.prompt_tokens,
         seed=config.seed + 1 + len(config.objective),
     )

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import yaml
 
-from draftsmith.alignment import stage_configs
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
 from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
+from draftsmith.alignment.stage_configs import Stages, given, stages_of
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
 from draftsmith.core.command_line import check_file
@@ -38,7 +38,6 @@ from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
 from draftsmith.starting import in_words, init
-from draftsmith.train.config import TrainConfig
 from draftsmith.train.training_run import train
 
 
@@ -62,30 +61,28 @@ def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
     join_processes(config.device)
     with Run(out) as run:
         run.begin()
-        config = from_main(lambda: _settle(_started(config, run), out))
-        prompts = str(out / "prompts" / "train.jsonl") if not config.id else config.prompts
-        say(f"\n1/3 distil: {config.target} answers {prompts}")
-        distill(stage_configs.distill_config(config, prompts))
-        if config.train["replay_fraction"]:
-            kind = "chats" if config.distill["general_from"] == "magpie" else "texts"
+        config, stages = from_main(lambda: _settle(_started(config, run), out))
+        say(f"\n1/3 distil: {config.target} answers {stages.distill.prompts}")
+        distill(stages.distill)
+        if stages.general is not None:
+            kind = "chats" if config.distill.general_from == "magpie" else "texts"
             say(
-                f"{config.target} writes {config.distill['general_texts']} {kind} by itself, to "
+                f"{config.target} writes {config.distill.general_texts} {kind} by itself, to "
                 "be replayed"
             )
-            for line in left_out_of(distill(stage_configs.general_config(config))):
+            for line in left_out_of(distill(stages.general)):
                 say(line)
-        for name, objective in config.trained().items():
-            training = stage_configs.train_config(config, name)
+        for name, training in stages.training.items():
             why = ""
             if training.replay:
                 why = f", {training.steps} steps: as many answers, beside the replayed text"
-            say(f"\n2/3 train: {name} ({objective}{why})")
+            say(f"\n2/3 train: {name} ({training.objective}{why})")
             train(training)
             _free()
         on_main(lambda: shutil.rmtree(out / "features", ignore_errors=True))
         say("\n3/3 evaluate")
-        results = evaluate(stage_configs.eval_config(config))
-        for name in config.trained():
+        results = evaluate(stages.evaluation)
+        for name in stages.training:
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
@@ -111,18 +108,21 @@ def _free() -> None:
         torch.cuda.empty_cache()
 
 
-def _settle(config: AlignConfig, out: Path) -> AlignConfig:
-    """Return the options with nothing left open, from align.yaml if a run began here."""
+def _settle(config: AlignConfig, out: Path) -> tuple[AlignConfig, Stages]:
+    """Return the options with nothing left open, from align.yaml if a run began here, and those of
+    the stages.
+    """
     file = out / "align.yaml"
-    if file.exists():
-        whole = _resumed(config, file)
-        check_unchanged(config.prompts, out / "prompts")
-        say(f"{file}: continuing what was begun here")
-    else:
-        whole = _begin(config, file)
+    if not file.exists():
+        begun = _begin(config, file)
         _free()
+        return begun
+    whole = _resumed(config, file)
+    check_unchanged(config.prompts, out / "prompts")
+    say(f"{file}: continuing what was begun here")
     free = [option.key for option in options_of(AlignConfig) if _is_free(option)]
-    return replace(whole, **{key: getattr(config, key) for key in free})
+    whole = replace(whole, **{key: getattr(config, key) for key in free})
+    return whole, stages_of(whole)
 
 
 def _is_free(option: Option) -> bool:
@@ -131,7 +131,7 @@ def _is_free(option: Option) -> bool:
     return not decides and "." not in option.key
 
 
-def _begin(config: AlignConfig, file: Path) -> AlignConfig:
+def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
     models = load(config)
     config = replace(config, date=fix_date(models.tokenizer, config.date))
@@ -140,21 +140,18 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
     facts, prompts = look(config, models)
     whole, chosen = complete(config, facts)
     # Refuse now what a later stage would refuse, before anything is written.
-    stage_configs.distill_config(whole, "")
-    runs = {name: stage_configs.train_config(whole, name) for name in whole.trained()}
-    check(stage_configs.eval_config(whole))
+    stages = stages_of(whole)
+    check(stages.evaluation)
     if whole.heldout_prompts is not None:
         hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
     prompts.say_skipped()
-    for line in _announcement(whole, runs, facts):
+    for line in _announcement(whole, stages, facts):
         say(line)
     ids = [prompt.ids for prompt in prompts.prompts]
-    trainings = list(runs.values())
-    draft = untrained(models, whole, trainings[-1])
-    temperatures = stage_configs.eval_config(whole).temperature
-    if costs := step_costs(models, draft, ids[0], temperatures):
+    draft = untrained(models, stages)
+    if costs := step_costs(models, draft, ids[0], stages.evaluation.temperature):
         say(pays(costs))
-    say(expected(whole, trainings, models, draft, ids))
+    say(expected(whole, stages, models, draft, ids))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"
@@ -166,24 +163,24 @@ def _begin(config: AlignConfig, file: Path) -> AlignConfig:
         f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with "
         "--config"
     )
-    return whole
+    return whole, stages
 
 
-def _announcement(config: AlignConfig, runs: dict[str, TrainConfig], facts: Facts) -> list[str]:
+def _announcement(config: AlignConfig, stages: Stages, facts: Facts) -> list[str]:
     lines = [_fresh_head(config, facts)] if facts.fresh_head else []
     options = config.distill
-    steps = ", ".join(f"{name} {run.steps} steps" for name, run in runs.items())
+    steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
     lines.append(
-        f"distil: {options['num_samples']} answers to each of {options['max_prompts']} prompts, at "
-        f"most {options['max_new_tokens']} tokens each"
+        f"distil: {options.num_samples} answers to each of {options.max_prompts} prompts, at "
+        f"most {options.max_new_tokens} tokens each"
     )
-    return [*lines, f"train: {steps} of {config.train['rows_per_step']} rows"]
+    return [*lines, f"train: {steps} of {config.train.rows_per_step} rows"]
 
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:
     """Say which head is made, and why no language model."""
     head = "EAGLE head"
-    size = config.train.get("draft_vocab_size")
+    size = config.train.draft_vocab_size
     if size is not None:
         head = f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
     projection = facts.projection_share * (size or facts.vocabulary) / facts.vocabulary
@@ -243,4 +240,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
 
 
 def _shown(config: AlignConfig) -> dict[str, Any]:
-    return without_secrets(dataclasses.asdict(config))
+    """Return the options as align.yaml has them: without secrets, and what is open in no group."""
+    shown = without_secrets(dataclasses.asdict(config))
+    groups = {key: given(value) for key, value in shown.items() if isinstance(value, dict)}
+    return shown | groups

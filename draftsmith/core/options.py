@@ -25,7 +25,6 @@ line, from Python too. The docstring under a field is its help. `Rare[...]` hide
 result, `ByContent[...]` a file, directory or hub name that a run's identity holds by its content,
 so that a moved run resumes. The first sentence of an inherited or nested class is the heading of
 its section.
-`Annotated[dict[str, Any], Given(DistillConfig)]` nests another config's options.
 """
 
 import dataclasses
@@ -35,7 +34,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import chain
@@ -45,10 +44,8 @@ from typing import Annotated, Literal, TypeVar, Union, dataclass_transform
 import pydantic.dataclasses
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ConfigDict,
     Field,
-    GetCoreSchemaHandler,
     ValidationError,
 )
 from pydantic.fields import FieldInfo
@@ -63,42 +60,13 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 
-class Given:
-    """Marker: a dict of options for an inner config, with only the keys that the user set.
-
-    shown: options that may be set and are in the short --help. rare: the others that may be set.
-    """
-
-    def __init__(self, config: type, *, shown: Sequence[str], rare: Sequence[str]) -> None:
-        self.config = config
-        self.shown = shown
-        self.keys = (*shown, *rare)
-
-    def __get_pydantic_core_schema__(
-        self, marked: object, handler: GetCoreSchemaHandler
-    ) -> Mapping[str, object]:
-        """Check the values by the config's types, without nulls: they leave an option open."""
-        partial = partial_of(self.config, self.keys)
-        return handler.generate_schema(Annotated[partial, BeforeValidator(_without_nulls)])
-
-
-def _without_nulls(values: object) -> object:
-    if not isinstance(values, dict):
-        return values
-    return {key: _without_nulls(value) for key, value in values.items() if value is not None}
-
-
-def partial_of(config: type, keys: Sequence[str] = ()) -> type:
-    """Return a TypedDict of the fields of a config, none of them required; of all, or of `keys`,
-    which are dotted in a group.
-    """
+def partial_of(config: type) -> type:
+    """Return a TypedDict of the fields of a config, none of them required."""
     types: dict[str, object] = {}
     hints = typing.get_type_hints(config, include_extras=True)
     for name, field in _fields(config).items():
         group = field.annotation
-        inner = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.")]
-        if not keys or name in keys or inner:
-            types[name] = partial_of(group, inner) if _is_group(group) else hints[name]
+        types[name] = partial_of(group) if _is_group(group) else hints[name]
     partial = TypedDict("partial", types, total=False)  # type: ignore[misc]
     partial.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False)  # type: ignore[attr-defined]
     return typing.cast(type, partial)
@@ -358,14 +326,7 @@ def _walk(
             is_rare = rare or "rare" in field.metadata
             by_content = "by content" in field.metadata
             is_identity = identity and not by_content and "not identity" not in field.metadata
-            given = next((mark for mark in field.metadata if isinstance(mark, Given)), None)
-            if given is not None:
-                for option in _walk(given.config, f"{key}."):
-                    inner = option.key.removeprefix(f"{key}.")
-                    if inner in given.keys:
-                        is_rare = inner not in given.shown
-                        yield replace(option, default=None, required=False, rare=is_rare)
-            elif _is_group(group):
+            if _is_group(group):
                 yield from _walk(group, f"{key}.", is_rare, is_identity)
             else:
                 required = field.is_required()
