@@ -31,7 +31,6 @@ from draftsmith.decode.tree import Drawing, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.verify import VERIFIERS, Verifier
 from draftsmith.decode.verify.exact import follow
-from draftsmith.decode.verify.siblings import speculative_walks
 from draftsmith.decode.verify.tree_walk import Walk
 
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
@@ -196,18 +195,6 @@ class BatchRun:
         most = parts.verifier.uniforms(_widest(parts.tree))
         self.num_uniforms = self.num_draft_uniforms + most
         self.session = self._start(prompts, drawing)
-        self._judge = self._judge_on_device
-        if parts.compile:
-            return
-        if parts.proposer is None and not greedy:
-            self._judge = self._judge_undrafted
-        known = VERIFIERS.get(parts.verifier.name) is parts.verifier
-        if not known or runner.device.type != "cpu":
-            return
-        if greedy:
-            self._judge = self._judge_greedily
-        elif parts.verifier.name == "speculative" and parts.proposer is not None:
-            self._judge = self._judge_chain
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
@@ -254,7 +241,18 @@ class BatchRun:
         judged = self._judge(proposal, verify_u_BU)
         return self._record(judged, proposal.copied or (False,) * len(self.batch))
 
-    def _judge_on_device(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+    def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+        """Score and verify a proposal; by less than the functions of tensors where that does."""
+        parts = self.parts
+        if not parts.compile:
+            if u_BU is not None and parts.proposer is None:
+                return self._draw_undrafted(proposal, u_BU)
+            known = VERIFIERS.get(parts.verifier.name) is parts.verifier
+            if u_BU is None and known and self.runner.device.type == "cpu":
+                return self._follow_on_host(proposal)
+        return self._verify_tensors(proposal, u_BU)
+
+    def _verify_tensors(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
         """Score and verify in one function of tensors, which can be recorded."""
         nodes = proposal.tokens_BM.shape[1]
         if self.parts.compile:
@@ -284,39 +282,16 @@ class BatchRun:
             walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
         return _Judged(finite_B, walks, states, lambda: p_BMV[:, :nodes])
 
-    def _judge_greedily(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+    def _follow_on_host(self, proposal: Proposal) -> _Judged:
         """At temperature 0 on a CPU, where all of `VERIFIERS` follow the target's own tokens. Lists
         are faster than many small tensors.
         """
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
         walks = follow(proposal, best.places[..., 0].tolist())
-        sampling = self.options.sampling
-        return self._on_host(
-            proposal, walks, best.values[..., 0], hidden, lambda: probs(logits_BMV, sampling)
-        )
-
-    def _judge_chain(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
-        """Speculative sampling on a CPU."""
-        if not proposal.tree.depth or proposal.tree.rows > 1:
-            return self._judge_on_device(proposal, u_BU)
-        assert u_BU is not None
-        logits_BMV, hidden = self._scored(proposal)
-        p_BMV = probs(logits_BMV, self.options.sampling)
-        walks = speculative_walks(proposal, p_BMV, u_BU)
-        # A logit that is not finite makes all probabilities at its node NaN.
-        return self._on_host(proposal, walks, p_BMV[..., 0], hidden, lambda: p_BMV)
-
-    def _on_host(
-        self,
-        proposal: Proposal,
-        walks: list[Walk],
-        telling_BM: Tensor,
-        hidden: Sequence[Tensor],
-        distributions: Callable[[], Tensor],
-    ) -> _Judged:
-        """telling_BM: values that are finite if the target's logits at a node are."""
-        target_B = [all(map(math.isfinite, values_M)) for values_M in telling_BM.tolist()]
+        # The largest logit of a node shows any NaN or plus infinity.
+        largest_BM = best.values[..., 0].tolist()
+        target_B = [all(map(math.isfinite, largest_M)) for largest_M in largest_BM]
         draft_B = [True]
         if proposal.finite is not None:
             draft_B = proposal.finite.view(-1).tolist()
@@ -326,11 +301,11 @@ class BatchRun:
             depth = proposal.tree.depth
             paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
             hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
-        return _Judged(finite_B, walks, hidden, distributions)
+        sampling = self.options.sampling
+        return _Judged(finite_B, walks, hidden, lambda: probs(logits_BMV, sampling))
 
-    def _judge_undrafted(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
+    def _draw_undrafted(self, proposal: Proposal, u_BU: Tensor) -> _Judged:
         """Draw a token from the target at every root, where nothing is ever drafted."""
-        assert u_BU is not None
         logits_B1V, _ = self._scored(proposal)
         p_B1V = probs(logits_B1V, self.options.sampling)
         u_B = u_BU[:, 0].to(p_B1V.device)

@@ -1,12 +1,10 @@
 """What a model can verify: a token tree, or a chain by its own cache; and how far it reads."""
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from inspect import getsource, signature
-from itertools import takewhile
+from inspect import signature
 from typing import Literal
 
 from transformers import PreTrainedModel
@@ -154,12 +152,10 @@ def _windows(model: PreTrainedModel) -> dict[str, int | None]:
 
 
 def _reads_windows(model: PreTrainedModel) -> bool:
-    """Whether the code of a model knows sliding windows; true where its code cannot be read."""
-    classes = takewhile(lambda kind: kind is not PreTrainedModel, type(model).__mro__)
-    try:
-        return any("sliding_window" in getsource(sys.modules[kind.__module__]) for kind in classes)
-    except (OSError, TypeError):
-        return True
+    """Whether models of this class know sliding windows: a config of theirs has the option before
+    anybody sets it.
+    """
+    return hasattr(type(text_config(model))(), "sliding_window")
 
 
 def check_context(

@@ -165,6 +165,10 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
             "olmo2",
             "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window",
         ),
+        (
+            "olmoe",
+            "OlmoeForCausalLM attends to all tokens, and its config.json sets a sliding window",
+        ),
         ("doge", "gives other outputs with a cache"),
         ("bert", "BertLMHeadModel reads tokens ahead, as encoders do"),
         ("electra", "ElectraForCausalLM reads tokens ahead"),
@@ -175,6 +179,7 @@ def test_the_reason_is_the_right_one(kind, reason):
     options: dict[str, dict[str, Any]] = {
         "lfm2": {"layer_types": ["conv", "full_attention"]},
         "llama": {"sliding_window": 8},
+        "olmoe": {"sliding_window": 8, "num_experts": 2, "num_experts_per_tok": 1},
         "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
     }
@@ -183,3 +188,13 @@ def test_the_reason_is_the_right_one(kind, reason):
             of_kind(kind, **options.get(kind, {})), PromptLookupProposer(), "kary:2,1"
         )
     assert "\n" not in str(caught.value)
+
+
+def test_a_window_is_a_matter_of_the_class_and_not_of_words_in_its_file():
+    class Own(LlamaForCausalLM):  # type: ignore[misc, unused-ignore]
+        """In a file that says sliding_window."""
+
+    config = LlamaConfig(**tiny(1).config.to_dict() | {"sliding_window": 8})
+    model: PreTrainedModel = Own(config)
+    with pytest.raises(InputError, match="Own attends to all tokens"):
+        SpeculativeDecoder(model, PromptLookupProposer(), "kary:2,1")

@@ -26,11 +26,7 @@ from draftsmith.decode.transport_bound import optimal_acceptance
 from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch, grow_batch
 from draftsmith.decode.verify import VERIFIERS, Verifier
-from draftsmith.decode.verify.siblings import (
-    _try_without_replacement,
-    speculative,
-    speculative_walks,
-)
+from draftsmith.decode.verify.siblings import _try_without_replacement
 from draftsmith.decode.verify.tree_walk import Verdict, residual
 from tests.chi_square import chi_square
 
@@ -255,32 +251,6 @@ def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name, drawing):
     verdict = verify(verifier, mixed, torch.cat(p))
     assert chi_square(outputs(made, verdict), made.distribution()) < 1
     assert not verdict.accepted_B[-(ROWS // 3) :].any() and not verdict.open_B[-(ROWS // 3) :].any()
-
-
-@pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("known", [True, False], ids=["drawn", "deterministic"])
-def test_speculative_walks_on_lists_as_on_tensors(rows, known):
-    """Also where nothing is drafted from some depth on, and where p and q are the same."""
-    tree = TreeBatch.build(Tree((-1, 0, 1)), CPU)
-    drawing: Drawing = "without_replacement" if known else "deterministic"
-    for seed in range(60 if rows == 1 else 4):
-        torch.manual_seed(seed)
-        p_BMV = torch.randn(rows, 4, 12).softmax(-1)
-        q_BEV = torch.randn(rows, 3, 12).softmax(-1)
-        q_BEV[::3] = p_BMV[::3, :3]
-        tokens_BM = torch.randint(12, (rows, 4))
-        tokens_BM[:, 0] = -1
-        drafted = 1 if seed % 2 else 3
-        tokens_BM[:, drafted + 1 :] = -1
-        proposal = Proposal(tree, tokens_BM, q_BEV if known else None, drawing)
-        u_BU = torch.rand(rows, 4, dtype=torch.double)
-        verdict = speculative(proposal, p_BMV, u_BU)
-        for row, walk in enumerate(speculative_walks(proposal, p_BMV, u_BU)):
-            accepted = int(verdict.accepted_B[row])
-            assert walk.path == verdict.nodes_BD[row, :accepted].tolist()
-            assert walk.emitted == verdict.tokens_BD1[row, : accepted + 1].tolist()
-            assert walk.is_open == bool(verdict.open_B[row])
-            assert walk.drafted == walk.offered == drafted
 
 
 @pytest.mark.parametrize("name", VERIFIERS)

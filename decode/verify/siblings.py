@@ -25,7 +25,6 @@ from draftsmith.decode.verify.exact import exact
 from draftsmith.decode.verify.tree_walk import (
     Node,
     Verdict,
-    Walk,
     at_node,
     draw_rank,
     finish,
@@ -83,51 +82,6 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
     last_B = draw(left_BV, u_BU[:, -1])
     return finish(proposal, nodes_BD, accepted_B, open_B, last_B)
-
-
-def speculative_walks(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> list[Walk]:
-    """`speculative` of a chain that all rows share, on a CPU: the same walks of the same uniforms.
-    Lists are faster than many small tensors.
-    """
-    depth = proposal.tree.depth
-    tokens_BD = proposal.tokens_BM[:, 1 : depth + 1]
-    x_BD1 = tokens_BD.clamp(min=0).unsqueeze(2)
-    p_x_BD = p_BMV[:, :depth].gather(2, x_BD1)[..., 0].tolist()
-    q_x_BD = [[1.0] * depth] * len(p_x_BD)
-    if proposal.q_BEV is not None:
-        q_x_BD = proposal.q_BEV[:, :depth].gather(2, x_BD1)[..., 0].tolist()
-    drafted_BD = tokens_BD.tolist()
-    accepted_B = []
-    share_B = []
-    for u_U, p_x_D, q_x_D, drafted_D in zip(u_BU.tolist(), p_x_BD, q_x_BD, drafted_BD, strict=True):
-        at = 0
-        while at < depth and drafted_D[at] >= 0 and u_U[at] * q_x_D[at] < p_x_D[at]:
-            at += 1
-        accepted_B.append(at)
-        share_B.append(float(at < depth and drafted_D[at] >= 0))
-    left_BV = _at(p_BMV, accepted_B)
-    if any(share_B):
-        refused_B = [min(at, depth - 1) for at in accepted_B]
-        if proposal.q_BEV is None:
-            x_B1 = x_BD1[torch.arange(len(refused_B)), refused_B]
-            q_BV = torch.zeros_like(left_BV).scatter_(1, x_B1, 1.0)
-        else:
-            q_BV = _at(proposal.q_BEV, refused_B)
-        left_BV, _ = refuse(left_BV, q_BV, left_BV.new_tensor(share_B).unsqueeze(1))
-    walks = []
-    last_B = draw(left_BV, u_BU[:, -1]).tolist()
-    for at, share, last, drafted_D in zip(accepted_B, share_B, last_B, drafted_BD, strict=True):
-        offered = sum(token >= 0 for token in drafted_D)
-        path = list(range(1, at + 1))
-        walks.append(Walk(path, [*drafted_D[:at], last], bool(share), offered, offered))
-    return walks
-
-
-def _at(values_BMV: Tensor, at_B: list[int]) -> Tensor:
-    """`at_node` of numbers on the host; without a copy of one row."""
-    if len(at_B) == 1:
-        return values_BMV[:, at_B[0]]
-    return at_node(values_BMV, torch.tensor(at_B))
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
