@@ -32,53 +32,41 @@ class CachePlace:
 
 
 class _Store:
-    """One allocation `[L, B, H, C, E]` for the keys and one for the values of layers that are
-    alike.
+    """Keys and values of layers that are alike, an allocation `[L, B, H, C, E]` each.
 
-    `all_keys` and `all_values` are the allocation, `keys` and `values` its rows that are still in
-    the batch.
+    `whole` are the allocations, `blocks` their rows that are still in the batch; keys come first.
     """
 
-    def __init__(self, layers: int, rows: int, capacity: int, keys: Tensor, values: Tensor) -> None:
-        self.members: list[tuple[_TreeLayer, int]] = []  # with their places in the allocation
+    def __init__(self, layers: int, rows: int, capacity: int, states: Sequence[Tensor]) -> None:
+        self.members: list[tuple[_TreeLayer, int]] = []  # with their indices in the allocation
         # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
-        self.all_keys = zeros((layers, rows, keys.shape[1], capacity, keys.shape[3]), keys)
-        self.all_values = zeros((layers, rows, values.shape[1], capacity, values.shape[3]), values)
-        self.show(keys.shape[0])
+        self.whole: list[Tensor] = []
+        for new in states:
+            self.whole.append(zeros((layers, rows, new.shape[1], capacity, new.shape[3]), new))
+        self.show(states[0].shape[0])
 
     def show(self, rows: int) -> None:
-        """Use the first rows of the allocation."""
-        self.keys = self.all_keys[:, :rows]
-        self.values = self.all_values[:, :rows]
-        for layer, place in self.members:
-            layer.keys = self.keys[place]
-            layer.values = self.values[place]
+        """Use the first rows of the allocations."""
+        self.blocks = [whole[:, :rows] for whole in self.whole]
+        for layer, index in self.members:
+            layer.keys, layer.values = (block[index] for block in self.blocks)
 
     def grow(self, rows: int, capacity: int) -> None:
         """Use `rows` rows of at least `capacity` slots, in a larger copy if necessary."""
-        _, most, _, slots, _ = self.all_keys.shape
-        if rows > most or capacity > slots:
-            used = self.keys.shape[1]
-            self.all_keys = _larger(self.all_keys, used, rows, capacity)
-            self.all_values = _larger(self.all_values, used, rows, capacity)
+        for number, old in enumerate(self.whole):
+            layers, most, heads, slots, size = old.shape
+            if rows > most or capacity > slots:
+                larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
+                larger[:, : self.blocks[0].shape[1], :, :slots] = self.blocks[number]
+                self.whole[number] = larger
         self.show(rows)
 
-    def fits(self, keys: Tensor, values: Tensor) -> bool:
+    def fits(self, states: Sequence[Tensor]) -> bool:
         """Whether a layer with these states fits (some models vary heads by layer or span
         devices).
         """
-        _, _, heads, _, key_size = self.keys.shape
-        fitting = keys.shape[1] == heads and keys.shape[3] == key_size
-        same_values = values.shape[3] == self.values.shape[4]
-        return fitting and same_values and keys.device == self.keys.device
-
-
-def _larger(old: Tensor, used: int, rows: int, capacity: int) -> Tensor:
-    """Return room for `rows` and `capacity` that holds the first `used` rows of `old`."""
-    layers, most, heads, slots, size = old.shape
-    larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
-    larger[:, :used, :, :slots] = old[:, :used]
-    return larger
+        sizes = [(old.shape[2], old.shape[4], old.device) for old in self.whole]
+        return sizes == [(new.shape[1], new.shape[3], new.device) for new in states]
 
 
 class _TreeLayer(DynamicLayer):
@@ -124,18 +112,15 @@ class TreeCache(Cache):
 
     def allocate(self, layer: _TreeLayer, keys: Tensor, values: Tensor) -> None:
         """Allocate a layer's memory, on the device and in the dtype of these states."""
+        states = (keys, values)
         rows = keys.shape[0]
-        if not self._stores or not self._stores[0].fits(keys, values):
-            # The first store serves all layers; an odd layer gets a store of its own.
-            count = 1 if self._stores else len(self.layers)
-            self._stores.append(
-                _Store(count, self.buffer_rows or rows, self.capacity, keys, values)
-            )
-            store = self._stores[-1]
-        else:
-            store = self._stores[0]
-        place = layer.index if store is self._stores[0] else 0
-        store.members.append((layer, place))
+        # The first store serves all layers; an odd layer gets a store of its own.
+        odd = bool(self._stores) and not self._stores[0].fits(states)
+        if odd or not self._stores:
+            count = 1 if odd else len(self.layers)
+            self._stores.append(_Store(count, self.buffer_rows or rows, self.capacity, states))
+        store = self._stores[-1 if odd else 0]
+        store.members.append((layer, 0 if odd else layer.index))
         store.show(rows)
 
     def reuse(self, rows: int) -> None:
@@ -155,7 +140,8 @@ class TreeCache(Cache):
                 "compile: layers of this model have caches of different shapes; leave compile out"
             )
         (store,) = self._stores
-        return store.all_keys[:, :rows, :, :slots], store.all_values[:, :rows, :, :slots]
+        keys, values = (whole[:, :rows, :, :slots] for whole in store.whole)
+        return keys, values
 
     def place(self, rows: int, heads: int, size: int, like: Tensor) -> CachePlace:
         """Return all keys and values, and `column`, of a model whose layers are alike."""
@@ -165,7 +151,8 @@ class TreeCache(Cache):
                 assert isinstance(layer, _TreeLayer)
                 layer.lazy_initialization(states, states)
         (store,) = self._stores
-        return CachePlace(store.keys, store.values, self.column)
+        keys, values = store.blocks
+        return CachePlace(keys, values, self.column)
 
     def keep(self, column: int, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copy slots inside rows: each move is (row, from, to), `from` counted from `column`, `to`
@@ -177,10 +164,10 @@ class TreeCache(Cache):
         if not moves:
             return
         for store in self._stores:
-            moves_n3 = torch.tensor(moves, device=store.keys.device)
+            moves_n3 = torch.tensor(moves, device=store.blocks[0].device)
             row_n, source_n, target_n = moves_n3.unbind(1)
             source_n = source_n + column
-            for block in (store.keys, store.values):
+            for block in store.blocks:
                 moved = block[:, row_n, :, source_n]
                 block[:, row_n, :, target_n] = moved
                 self.bytes_moved += moved.numel() * moved.element_size()
@@ -190,7 +177,7 @@ class TreeCache(Cache):
         end.
         """
         for store in self._stores:
-            for block in (store.keys, store.values):
+            for block in store.blocks:
                 for target, (source, slots) in enumerate(zip(rows, lengths, strict=True)):
                     if source != target:
                         block[:, target, :, :slots] = block[:, source, :, :slots]
@@ -204,7 +191,7 @@ class TreeCache(Cache):
         """
         for store in self._stores:
             store.grow(len(rows), self.capacity)
-            for block in (store.keys, store.values):
+            for block in store.blocks:
                 for target, source in reversed(list(enumerate(rows))):
                     if source != target:
                         block[:, target] = block[:, source]
@@ -213,10 +200,10 @@ class TreeCache(Cache):
         """Append the rows of another cache of the same model, with `lengths[b]` slots in row b."""
         self.capacity = max(self.capacity, other.capacity)
         for index, store in enumerate(self._stores):
-            first = store.keys.shape[1]
+            first = store.blocks[0].shape[1]
             store.grow(first + len(lengths), self.capacity)
             # A cache of prompts without a token to forward has no memory yet.
             for theirs in other._stores[index : index + 1]:
-                for mine, new in ((store.keys, theirs.keys), (store.values, theirs.values)):
+                for mine, new in zip(store.blocks, theirs.blocks, strict=True):
                     for row, slots in enumerate(lengths):
                         mine[:, first + row, :, :slots] = new[:, row, :, :slots]

@@ -167,7 +167,7 @@ def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch):
 
     def measured(run: BatchRun) -> object:
         ended = step(run)
-        sizes.update((s.all_keys.shape[1], s.all_keys.shape[3]) for s in run.runner.cache._stores)
+        sizes.update((s.whole[0].shape[1], s.whole[0].shape[3]) for s in run.runner.cache._stores)
         return ended
 
     monkeypatch.setattr(BatchRun, "step", measured)
