@@ -25,10 +25,10 @@ import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
 from draftsmith.__main__ import main
 from draftsmith.core.models import load_model
+from draftsmith.drafts.doctor import engine_classes
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.engine_rules import PATH_TRAPS
 from draftsmith.drafts.heads import HEADS, save_head
-from draftsmith.drafts.target_classes import engine_classes
 from tests.conftest import tiny_tokenizer
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
 from tests.workers.engine_classes import vllm

@@ -5,6 +5,7 @@ For language models, only configs and tokenizers are read; a head is loaded with
 """
 
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ from draftsmith.drafts.engine_commands import SERVING, Serving
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken
 from draftsmith.drafts.heads import NATIVE, head_kind
 from draftsmith.drafts.load import first_difference, load_source
-from draftsmith.drafts.target_classes import objection
+from draftsmith.drafts.tables import read_table
 
 DRAFT_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Support:
     """What an engine does with a pair.
 
     loads: it loads the pair without an error. serves: it loads, and token ids mean the same to
@@ -45,16 +46,19 @@ class Verdict:
     exports: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Meaning:
-    """Whether token ids mean the same to both models, and the note of an engine that loads them."""
+@cache
+def engine_classes() -> dict[str, dict[str, Any]]:
+    """By engine: its `version`, and lists of names of classes, or of model types, that it takes as
+    a target by its own sources. Nothing is said of a class that is not there.
 
-    same: bool
-    note: str
+    `engine_classes.yaml` is printed by `tests/workers/engine_classes.py`, but for the engines whose
+    sources name them together.
+    """
+    return dict(read_table("engine_classes.yaml"))
 
 
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
-    """Return the `Verdict` of every engine on a target and a draft, as JSON, and whether a draft
+    """Return the `Support` of every engine on a target and a draft, as JSON, and whether a draft
     `pays` by the plan.
     """
     config = configured(DoctorConfig, config, options)
@@ -68,10 +72,15 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
         target = _model(config.target, config.trust_remote_code, config.revision)
         draft = _model(config.draft, config.trust_remote_code)
         pair = Pair((target, draft))
-        meaning = _meaning(target, draft)
+        at_best = _compare_tokens(target, draft)
     else:
-        pair = _pair_with_head(config)
-        meaning = _Meaning(True, "its layout holds this head")
+        source = load_source(
+            config.draft, config.target, "auto", config.trust_remote_code, config.revision
+        )
+        assert source.target is not None
+        target = _named(config.target, source.target.config, source.tokenizer)
+        pair = Pair((target,), source)
+        at_best = Support("", "its layout holds this head", loads=True, serves=True)
     if kind in BLOCK_KINDS:
         usual = pair.head.depths
         if not pair.head.config.causal:
@@ -82,9 +91,9 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
         serving = kinds.get(kind)
         if serving is not None:
             count = tokens.get(engine, usual)
-            verdicts.append(_verdict(engine, serving, config, pair, meaning, count))
+            verdicts.append(_support(engine, serving, config, pair, at_best, count))
         elif "draft" in kinds:
-            verdicts.append(Verdict(engine, f"reads no {kind} heads"))
+            verdicts.append(Support(engine, f"reads no {kind} heads"))
     return {
         "target": config.target,
         "draft": config.draft,
@@ -96,14 +105,15 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     }
 
 
-def _verdict(
+def _support(
     engine: str,
     serving: Serving,
     config: DoctorConfig,
     pair: Pair,
-    meaning: _Meaning,
+    at_best: Support,
     draft_tokens: int,
-) -> Verdict:
+) -> Support:
+    """What the engine does with the pair: `at_best`, if neither a rule nor its sources object."""
     where = {engine}
     if pair.kind != "draft":
         # A head is judged by its layout; if the target must be exported as well, by the engine's
@@ -112,11 +122,16 @@ def _verdict(
         where |= {engine} if serving.target_format else set()
     broken = first_broken(pair, where)
     if broken is not None:
-        return Verdict(engine, broken)
-    for model in pair.models:
-        found = objection(engine, pair.kind, model.names)
-        if found is not None:
-            return Verdict(engine, found.reason, known=found.known)
+        return Support(engine, broken)
+    classes = engine_classes().get(engine)
+    for names in (model.names for model in pair.models):
+        if classes is None or not set(names).isdisjoint(classes[serving.classes]):
+            continue
+        version = f"{engine} {classes['version']}"
+        if serving.asked is not None and not set(names).isdisjoint(classes["text"]):
+            return Support(engine, f"{names[0]} has no {serving.asked} in {version}")
+        reason = f"the sources of {version} do not say so of {names[0]}"
+        return Support(engine, reason, known=False)
     draft = config.draft
     if draft == NATIVE:
         # The engine reads the layer in the target's own checkpoint.
@@ -124,14 +139,8 @@ def _verdict(
         draft = config.target
     exports, command = serving.commands(pair.kind, config.target, draft, draft_tokens)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
-    return Verdict(
-        engine,
-        reason=meaning.note + (f"; not on a CPU: {on_a_cpu}" if on_a_cpu else ""),
-        loads=True,
-        serves=meaning.same,
-        command=command,
-        exports=exports,
-    )
+    reason = f"{at_best.reason}; not on a CPU: {on_a_cpu}" if on_a_cpu else at_best.reason
+    return replace(at_best, engine=engine, reason=reason, command=command, exports=exports)
 
 
 def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
@@ -155,21 +164,14 @@ def _named(name: str, config: PretrainedConfig, tokenizer: Tokenizer | None) -> 
     return Model(name, config.get_text_config(decoder=True), tokenizer, architecture)
 
 
-def _pair_with_head(config: DoctorConfig) -> Pair:
-    source = load_source(
-        config.draft, config.target, "auto", config.trust_remote_code, config.revision
-    )
-    assert source.target is not None
-    return Pair((_named(config.target, source.target.config, source.tokenizer),), source)
-
-
-def _meaning(target: Model, draft: Model) -> _Meaning:
+def _compare_tokens(target: Model, draft: Model) -> Support:
+    """What an engine does that loads both: whether token ids mean the same to them."""
     if target.tokenizer is not None and draft.tokenizer is not None:
         size = min(target.size, draft.size)
         token = first_difference(target.tokenizer, draft.tokenizer, size)
         if token is not None:
-            loads = f"loads it without an error, but token {token} differs in the draft"
-            return _Meaning(False, f"{loads}: nothing is accepted")
+            differs = f"loads it without an error, but token {token} differs in the draft"
+            return Support("", f"{differs}: nothing is accepted", loads=True)
     notes = ["its rules hold"]
     if draft.size > target.size:
         notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")
@@ -177,4 +179,4 @@ def _meaning(target: Model, draft: Model) -> _Meaning:
     if ids_D is not None:
         drafts = f"it drafts all {draft.size} tokens"
         notes.append(f"{drafts}, not only the {len(ids_D)} of the draft's own vocabulary")
-    return _Meaning(True, "; ".join(notes))
+    return Support("", "; ".join(notes), loads=True, serves=True)

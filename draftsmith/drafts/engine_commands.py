@@ -5,7 +5,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
+from draftsmith.drafts.tables import read_table
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,8 @@ class Serving:
     method: str = ""
     draft_format: str | None = None
     target_format: str | None = None
+    classes: str = "text"
+    asked: str | None = None
 
     def commands(
         self, kind: str, target: str, draft: str, tokens: int
@@ -68,7 +70,7 @@ class Serving:
         return tuple(exports), f"{command}  # {note}" if note else command
 
 
-_FILE = Path(__file__).with_name("serving.yaml")
-SERVING: dict[str, dict[str, Serving]] = {}
-for _engine, _kinds in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items():
-    SERVING[_engine] = {kind: Serving(**values) for kind, values in _kinds.items()}
+SERVING: dict[str, dict[str, Serving]] = {
+    engine: {kind: Serving(**values) for kind, values in kinds.items()}
+    for engine, kinds in read_table("serving.yaml").items()
+}

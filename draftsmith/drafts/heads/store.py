@@ -31,8 +31,8 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
-from draftsmith.drafts.layouts.mtp import NATIVE_MTP, find_layers
-from draftsmith.drafts.layouts.table import layout_of, may_be_head
+from draftsmith.drafts.layouts.mtp import find_layers
+from draftsmith.drafts.layouts.table import NATIVE_MTP, layout_of, may_be_head
 
 Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads | HydraHeads | BlockHead
 

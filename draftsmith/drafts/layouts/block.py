@@ -1,43 +1,16 @@
 """Layouts of block drafters: DFlash, DSpark and JetSpec."""
 
-from dataclasses import replace
-
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.drafts.layouts.layout import (
     EMBEDDING,
     ExportedHead,
+    Functions,
     HeadFiles,
-    Layout,
     Names,
     target_layers,
 )
 from draftsmith.drafts.layouts.speculators import TARGET_COPIES, speculators_config
-
-_SHAPES = {
-    "layers.{j}.self_attn.q_proj.weight": "Q H",
-    "layers.{j}.self_attn.k_proj.weight": "K H",
-    "layers.{j}.self_attn.v_proj.weight": "K H",
-    "layers.{j}.self_attn.o_proj.weight": "H Q",
-    "layers.{j}.self_attn.q_norm.weight": "A",
-    "layers.{j}.self_attn.k_norm.weight": "A",
-    "layers.{j}.mlp.gate_proj.weight": "F H",
-    "layers.{j}.mlp.up_proj.weight": "F H",
-    "layers.{j}.mlp.down_proj.weight": "H F",
-    "layers.{j}.input_layernorm.weight": "H",
-    "layers.{j}.post_attention_layernorm.weight": "H",
-    "fc.weight": "H TH",
-    "hidden_norm.weight": "H",
-    "norm.weight": "H",
-    "markov_head.markov_w1.weight": "V R if markov",
-    "markov_head.markov_w2.weight": "D R if markov",
-    "confidence_head.proj.weight": "1 HR if confidence",
-    "confidence_head.proj.bias": "1 if confidence",
-    "lm_head.weight": "D H if reduced",
-    "d2t": "D if reduced",
-    "t2d": "V if reduced",
-    EMBEDDING: "V H if embedding",
-}
 
 
 def _is_dflash(values: JsonObject, names: Names) -> bool:
@@ -90,14 +63,6 @@ def _block_config(head: ExportedHead) -> JsonObject:
     return head.values | beside | {"dtype": head.dtype}
 
 
-def _is_speculators_dflash(values: JsonObject, names: Names) -> bool:
-    return values.get("speculators_model_type") == "dflash"
-
-
-def _is_speculators_dspark(values: JsonObject, names: Names) -> bool:
-    return values.get("speculators_model_type") == "dspark"
-
-
 def _read_speculators(files: HeadFiles) -> None:
     layer = files.values.pop("transformer_layer_config")
     # The library makes only layers with a window causal, and those unless told otherwise.
@@ -140,40 +105,11 @@ def _speculators_config(head: ExportedHead) -> JsonObject:
     return speculators_config(head, architecture=architecture, tokens=head.depths, beside=beside)
 
 
-# src/speculators/models/dflash of github.com/vllm-project/speculators, version 0.7.
-SPECULATORS_DFLASH = Layout(
-    title="speculators DFlash",
-    kind="dflash",
-    shapes=_SHAPES,
-    format="speculators",
-    proven_in="vllm 0.32.0",
-    known=_is_speculators_dflash,
-    read=_read_speculators,
-    config=_speculators_config,
-)
-# src/speculators/models/dspark of the same.
-SPECULATORS_DSPARK = replace(
-    SPECULATORS_DFLASH,
-    title="speculators DSpark",
-    kind="dspark",
-    proven_in="speculators 0.9.0",
-    known=_is_speculators_dspark,
-)
-# qwen3_dflash.py of vLLM; dflash/model.py of github.com/z-lab/dflash.
-DFLASH = Layout(
-    title="DFlash of z-lab",
-    kind="dflash",
-    prefix="model.",
-    shapes=_SHAPES,
-    format="dflash",
-    proven_in="vllm 0.32.0",
-    embedding="scaled",
-    known=_is_dflash,
-    read=_read_block,
-    config=_block_config,
-)
-JETSPEC = replace(DFLASH, title="JetSpec as vLLM reads it", kind="jetspec", known=_is_jetspec)
-# qwen3_dspark.py of vLLM; deepspec/modeling of github.com/deepseek-ai/DeepSpec.
-DSPARK = replace(
-    DFLASH, title="DSpark of DeepSpec", kind="dspark", proven_in=None, known=_is_dspark
-)
+_SPECULATORS = Functions(read=_read_speculators, config=_speculators_config)
+FUNCTIONS = {
+    "speculators-dflash": _SPECULATORS,
+    "speculators-dspark": _SPECULATORS,
+    "dspark": Functions(known=_is_dspark, read=_read_block, config=_block_config),
+    "jetspec": Functions(known=_is_jetspec, read=_read_block, config=_block_config),
+    "dflash": Functions(known=_is_dflash, read=_read_block, config=_block_config),
+}

@@ -1,24 +1,11 @@
 """Layouts of EAGLE-1/2 heads."""
 
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, HeadFiles, Layout, Names
+from draftsmith.drafts.layouts.layout import ExportedHead, Functions, HeadFiles, Names
 
 # Heads for Mixtral and Qwen 2 carry those families' model_type; the layer is a LLaMA layer all the
 # same.
 _FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
-_SHAPES = {
-    "layers.0.self_attn.q_proj.weight": "Q H",
-    "layers.0.self_attn.k_proj.weight": "K H",
-    "layers.0.self_attn.v_proj.weight": "K H",
-    "layers.0.self_attn.o_proj.weight": "H Q",
-    "layers.0.mlp.gate_proj.weight": "F H",
-    "layers.0.mlp.up_proj.weight": "F H",
-    "layers.0.mlp.down_proj.weight": "H F",
-    "layers.0.post_attention_layernorm.weight": "H",
-    EMBEDDING: "V H",
-    "fc.weight": "H 2H",
-    "fc.bias": "H if bias",
-}
 
 
 def _is_eagle(values: JsonObject, names: Names) -> bool:
@@ -56,23 +43,7 @@ def _sglang_config(head: ExportedHead) -> JsonObject:
     return head.values | {"architectures": ["LlamaForCausalLMEagle"], "bias": True}
 
 
-# eagle/model/cnets1.py of github.com/SafeAILab/EAGLE; llama_eagle.py of SGLang and of vLLM.
-EAGLE = Layout(
-    title="EAGLE-1/2 of its authors",
-    kind="eagle",
-    shapes=_SHAPES,
-    format="eagle",
-    proven_in="vllm 0.32.0",
-    embedding="always",
-    known=_is_eagle,
-    read=_read_eagle,
-    config=authors_config,
-)
-SGLANG_EAGLE = Layout(
-    title="EAGLE-1/2 as SGLang reads it",
-    kind="eagle",
-    shapes=_SHAPES,
-    format="sglang",
-    embedding="always",
-    config=_sglang_config,
-)
+FUNCTIONS = {
+    "eagle": Functions(known=_is_eagle, read=_read_eagle, config=authors_config),
+    "sglang-eagle": Functions(config=_sglang_config),
+}

@@ -3,33 +3,10 @@
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.drafts.layouts.eagle import authors_config, biases
-from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, HeadFiles, Layout, Names
+from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, Functions, HeadFiles, Names
 from draftsmith.drafts.layouts.speculators import TARGET_COPIES, speculators_config
 
 _FLAGS = {"norm_before_fc", "norm_output", "norm_before_residual"}
-_NORMS = {
-    "aux_norm_low.weight": "fc_norm.0.weight",
-    "aux_norm_mid.weight": "fc_norm.1.weight",
-    "aux_norm_high.weight": "fc_norm.2.weight",
-}
-_SHAPES = {
-    "midlayer.self_attn.q_proj.weight": "Q 2H",
-    "midlayer.self_attn.k_proj.weight": "K 2H",
-    "midlayer.self_attn.v_proj.weight": "K 2H",
-    "midlayer.self_attn.o_proj.weight": "H Q",
-    "midlayer.mlp.gate_proj.weight": "F H",
-    "midlayer.mlp.up_proj.weight": "F H",
-    "midlayer.mlp.down_proj.weight": "H F",
-    "midlayer.post_attention_layernorm.weight": "H",
-    "midlayer.input_layernorm.weight": "H",
-    "midlayer.hidden_norm.weight": "H",
-    "norm.weight": "H",
-    "lm_head.weight": "D H",
-    "d2t": "D if reduced",
-    "t2d": "V if reduced",
-    "fc.weight": "H 3H",
-    EMBEDDING: "V H if embedding",
-}
 
 
 def _is_eagle3(values: JsonObject, names: Names) -> bool:
@@ -90,10 +67,6 @@ def _sglang_config(head: ExportedHead) -> JsonObject:
     return head.values | {"eagle_config": inner}
 
 
-def _is_speculators(values: JsonObject, names: Names) -> bool:
-    return values.get("speculators_model_type") == "eagle3"
-
-
 def _read_speculators(files: HeadFiles) -> None:
     layer = files.values.pop("transformer_layer_config")
     window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
@@ -111,39 +84,8 @@ def _speculators_config(head: ExportedHead) -> JsonObject:
     return speculators_config(head, architecture="Eagle3Speculator", tokens=3, beside=beside)
 
 
-# src/speculators/models/eagle3 of github.com/vllm-project/speculators, versions 0.1 to 0.9.
-SPECULATORS_EAGLE3 = Layout(
-    title="speculators EAGLE-3",
-    kind="eagle3",
-    prefix="model.",
-    names={"layers.0.{rest}": "midlayer.{rest}", "midlayer.{rest}": "midlayer.{rest}", **_NORMS},
-    shapes=_SHAPES,
-    format="speculators",
-    proven_in="vllm 0.32.0",
-    embedding="always",
-    known=_is_speculators,
-    read=_read_speculators,
-    config=_speculators_config,
-)
-# eagle/model/cnets.py of github.com/SafeAILab/EAGLE; llama_eagle3.py of SGLang and of vLLM.
-EAGLE3 = Layout(
-    title="EAGLE-3 of its authors, SpecForge and ModelOpt",
-    kind="eagle3",
-    prefix="model.",
-    names={"midlayer.{rest}": "midlayer.{rest}", "layers.0.{rest}": "midlayer.{rest}", **_NORMS},
-    shapes=_SHAPES,
-    format="eagle",
-    proven_in="vllm 0.32.0",
-    embedding="scaled",
-    known=_is_eagle3,
-    read=_read_eagle3,
-    config=authors_config,
-)
-SGLANG_EAGLE3 = Layout(
-    title="EAGLE-3 as SGLang reads it",
-    kind="eagle3",
-    shapes=_SHAPES,
-    format="sglang",
-    proven_in="vllm 0.32.0",
-    config=_sglang_config,
-)
+FUNCTIONS = {
+    "speculators-eagle3": Functions(read=_read_speculators, config=_speculators_config),
+    "eagle3": Functions(known=_is_eagle3, read=_read_eagle3, config=authors_config),
+    "sglang-eagle3": Functions(config=_sglang_config),
+}

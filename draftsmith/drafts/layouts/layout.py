@@ -107,8 +107,24 @@ def _our_config(head: ExportedHead) -> JsonObject:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A layout of one kind of head."""
+class Functions:
+    """What a layout does beside renaming tensors."""
+
+    known: Callable[[JsonObject, Names], bool] = _never
+    """Whether config.json describes such a head. Asks for tensor names only if the config does not
+    tell.
+    """
+    read: Callable[[HeadFiles], None] = _as_it_is
+    """Complete config and tensors after renaming. Raises InputError for a variant that cannot be
+    run.
+    """
+    config: Callable[[ExportedHead], JsonObject] = _our_config
+    """Return config.json of the layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout(Functions):
+    """A layout of one kind of head: its row of `layouts.yaml`, with its functions."""
 
     title: str
     kind: str
@@ -130,16 +146,6 @@ class Layout:
     """When to write the target's embedding. `scaled`: if the target scales it (the Gemma
     family).
     """
-    known: Callable[[JsonObject, Names], bool] = _never
-    """Whether config.json describes such a head. Asks for tensor names only if the config does not
-    tell.
-    """
-    read: Callable[[HeadFiles], None] = _as_it_is
-    """Complete config and tensors after renaming. Raises InputError for a variant that cannot be
-    run.
-    """
-    config: Callable[[ExportedHead], JsonObject] = _our_config
-    """Return config.json of the layout."""
 
     def expected(self, config: JsonObject, embedding: bool) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a file with this config.json."""

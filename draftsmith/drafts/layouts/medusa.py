@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.layouts.layout import ExportedHead, HeadFiles, Layout, Names
+from draftsmith.drafts.layouts.layout import ExportedHead, Functions, HeadFiles, Names
 
 log = logging.getLogger(__name__)
 _BLOCK = r"(\d+)\.(\d+)\.linear\.weight"
@@ -69,35 +69,6 @@ def _vllm_config(head: ExportedHead) -> JsonObject:
     return head.values | {"medusa_fc_bias": True, "original_lm_head": False}
 
 
-# vllm/model_executor/models/medusa.py.
-VLLM_MEDUSA = Layout(
-    title="Medusa as vLLM names it",
-    kind="medusa",
-    prefix="medusa_heads.",
-    names={
-        "blocks.{i}.layers.{j}.{part}": "{i}.{j}.linear.{part}",
-        "lm_heads.{i}.weight": "{i}.{j}.weight",
-    },
-    shapes={
-        "{i}.{j}.linear.weight": "H H",
-        "{i}.{j}.linear.bias": "H",
-        "{i}.{blocks}.weight": "V H",
-    },
-    format="medusa",
-    proven_in="vllm 0.32.0",
-    known=_is_vllm_medusa,
-    read=_read_vllm_medusa,
-    config=_vllm_config,
-)
-# medusa/model/medusa_model.py and medusa_model_legacy.py of github.com/FasterDecoding/Medusa.
-MEDUSA = Layout(
-    title="Medusa of its authors",
-    kind="medusa",
-    prefix="medusa_head.",
-    known=_is_medusa,
-    read=_read_medusa,
-)
-
 # Another value means another network.
 _HYDRA_PLAIN = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 
@@ -128,15 +99,8 @@ def _read_hydra(files: HeadFiles) -> None:
     }
 
 
-# hydra/model/hydra_heads/mlp_head.py of github.com/zankner/Hydra.
-HYDRA = Layout(
-    title="Hydra of its authors",
-    kind="hydra",
-    names={
-        "hydra_mlp.{i}.{j}.linear.{part}": "heads.{i}.{j}.linear.{part}",
-        "hydra_mlp.{i}.{j}.res_connection.{part}": "heads.{i}.{j}.skip.{part}",
-        "hydra_lm_head.{i}.{part}": "projections.{i}.{part}",
-    },
-    known=_is_hydra,
-    read=_read_hydra,
-)
+FUNCTIONS = {
+    "vllm-medusa": Functions(known=_is_vllm_medusa, read=_read_vllm_medusa, config=_vllm_config),
+    "medusa": Functions(known=_is_medusa, read=_read_medusa),
+    "hydra": Functions(known=_is_hydra, read=_read_hydra),
+}

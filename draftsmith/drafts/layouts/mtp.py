@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.layouts.layout import HeadFiles, Layout, Names
+from draftsmith.drafts.layouts.layout import Functions, HeadFiles, Names
+from draftsmith.drafts.tables import read_table
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 _WITHOUT_COUNT = "qwen3_next"
@@ -38,56 +39,7 @@ class NativeLayer:
     """
 
 
-_DEEPSEEK = {
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "fc": "eh_proj",
-    "norm": "shared_head.norm",
-    "embed_tokens": "embed_tokens",
-    "lm_head": "shared_head.head",
-}
-_QWEN = {
-    "pre_fc_norm_embedding": "pre_fc_norm_embedding",
-    "pre_fc_norm_hidden": "pre_fc_norm_hidden",
-    "fc": "fc",
-    "norm": "norm",
-}
-_MIMO = {
-    "pre_fc_norm_embedding": "token_layernorm",
-    "pre_fc_norm_hidden": "hidden_layernorm",
-    "fc": "input_proj",
-    "norm": "final_layernorm",
-}
-# All feed the normed state back: SGLang's models, vLLM's (pull requests 45895 and 47448).
-NATIVE_LAYERS = (
-    NativeLayer(
-        title="MTP layer of Qwen3-Next and Qwen3.5",
-        join=r"(?P<start>mtp\.)fc\.weight",
-        names=_QWEN,
-        block="layers.0.",
-        start="mtp.",
-        counts={
-            "qwen3_next": "num_nextn_predict_layers",
-            **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), "mtp_num_hidden_layers"),
-        },
-    ),
-    NativeLayer(
-        title="MTP layer of DeepSeek V3 and GLM 4.5",
-        join=r"(?P<start>(?:model\.)?(?:language_model\.)?layers\.(?P<i>\d+)\.)eh_proj\.weight",
-        names=_DEEPSEEK,
-        start="model.layers.{layers}.",
-        counts=dict.fromkeys(("deepseek_v3", "glm4_moe"), "num_nextn_predict_layers"),
-    ),
-    NativeLayer(
-        title="MTP layer of MiMo",
-        join=r"(?P<start>model\.mtp_layers\.(?P<i>\d+)\.)input_proj\.weight",
-        names=_MIMO,
-        hidden_first=True,
-        family="qwen2",
-        start="model.mtp_layers.0.",
-        counts={"mimo": "num_nextn_predict_layers"},
-    ),
-)
+NATIVE_LAYERS = [NativeLayer(**values) for values in read_table("mtp_layers.yaml")]
 
 
 @dataclass(frozen=True)
@@ -173,6 +125,7 @@ def _read_native(files: HeadFiles) -> None:
     files.values = {"hidden_first": found.layer.hidden_first, "family": found.layer.family}
 
 
-# Our own: tensors under Qwen3-Next's names without `mtp.`, the layer's as transformers has them.
-MTP = Layout(title="draftsmith's MTP head", kind="mtp", known=_is_ours)
-NATIVE_MTP = Layout(title="MTP layer of a model", kind="mtp", known=_is_native, read=_read_native)
+FUNCTIONS = {
+    "mtp": Functions(known=_is_ours),
+    "native-mtp": Functions(known=_is_native, read=_read_native),
+}

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.errors import InputError
+from draftsmith.drafts.tables import read_table
 
 Keep = Literal["first", "last", "even"]
 
@@ -31,22 +32,13 @@ class Family:
     """
 
     layers: str
-    up: tuple[str, ...]
+    up: list[str]
     down: str
     depth_key: str = "num_hidden_layers"
     width_key: str = "intermediate_size"
 
 
-_LLAMA = Family("model.layers", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
-FAMILIES: dict[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"), _LLAMA),
-    "opt": Family("model.decoder.layers", ("fc1",), "fc2", width_key="ffn_dim"),
-    "gpt_neox": Family("gpt_neox.layers", ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h"),
-    "gpt2": Family(
-        "transformer.h", ("mlp.c_fc",), "mlp.c_proj", depth_key="n_layer", width_key="n_inner"
-    ),
-    "phi": Family("model.layers", ("mlp.fc1",), "mlp.fc2"),
-}
+FAMILIES = {name: Family(**paths) for name, paths in read_table("families.yaml").items()}
 
 
 @torch.no_grad()

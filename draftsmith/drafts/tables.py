@@ -1,0 +1,11 @@
+"""The YAML tables of this room: layouts, families, engines. Reading them needs no torch."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read_table(name: str) -> Any:
+    """The content of a table, such as `layouts.yaml`."""
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
