@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.sampling import draw
@@ -37,8 +37,8 @@ from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.vocabulary import vocabulary_map
 
@@ -111,7 +111,10 @@ def draft_logits(
     # A head pairs each token with the state it was predicted from, one position earlier.
     chosen_from = [pad(state[:, :-1], (0, 0, 1, 0)) for state in states]
     if isinstance(head, FeatureHead):
-        for features_BTH in _eagle_features(head, chosen_from, ids_BT, alone_B, depths):
+        texts_BT = torch.ones_like(ids_BT)
+        texts_BT[:, 0] = alone_B
+        fused_BTH = head.fuse(chosen_from)
+        for features_BTH in head.unroll(ids_BT, fused_BTH, depths, texts_BW=texts_BT):
             logits_NV = head.logits(features_BTH[at])
             yield head.to_target(logits_NV) if isinstance(head, Eagle3Head) else logits_NV, None
         return
@@ -141,34 +144,6 @@ def _block_logits(
         if sure_N is not None and depth == 0 and depths > 1:
             sure_N = sure_N * sure_DN[0]
         yield logits_NV, sure_N
-
-
-def _eagle_features(
-    head: FeatureHead, states: list[Tensor], ids_BT: Tensor, alone_B: Tensor, depths: int
-) -> Iterator[Tensor]:
-    """The features `[B, T, H]` under the logits at depth 1, 2, ...
-
-    For column t at depth d (EAGLE-3, arXiv 2503.01840, 3.2):
-    * inputs: the token at t + d - 1 and the feature that column t gave at depth d - 1
-    * position: t + d - 1
-    * mask: the first pass up to t, and its own earlier depths
-    """
-    features_BTH = head.fuse(states)
-    columns = ids_BT.shape[1]
-    cache = DynamicCache()
-    position_1T = torch.arange(columns, device=ids_BT.device).unsqueeze(0)
-    alone_B111 = alone_B.to(ids_BT.device).view(-1, 1, 1, 1)
-    # Key 0 stays visible to query 0, because attention over no key at all is NaN.
-    first_key = (position_1T > 0) | (position_1T.T == 0)
-    sees_B1TP = (position_1T <= position_1T.T) & (first_key | alone_B111)
-    itself_TT = torch.eye(columns, dtype=torch.bool, device=ids_BT.device)
-    itself_B1TT = itself_TT.expand(len(ids_BT), 1, -1, -1)
-    for depth in range(depths):
-        if depth:
-            sees_B1TP = torch.cat([sees_B1TP, itself_B1TT], dim=-1)
-            ids_BT = pad(ids_BT[:, 1:], (0, 1))
-        features_BTH = head.states(ids_BT, features_BTH, sees_B1TP, position_1T + depth, cache)
-        yield features_BTH
 
 
 def model_logits(draft: PreTrainedModel, ids_BT: Tensor, keep: int) -> Tensor:

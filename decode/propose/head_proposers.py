@@ -43,8 +43,8 @@ from draftsmith.decode.supported_models import Ability
 from draftsmith.decode.tree import TreeShape
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.load import depth_limit
 

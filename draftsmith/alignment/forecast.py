@@ -19,8 +19,8 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.heads import HEADS
-from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.method import shape_of

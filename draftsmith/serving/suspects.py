@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.models import text_config
 from draftsmith.core.sampling import Sampling
-from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.serving.replay import Case, Penalty, log_likelihoods
 
 # Kinds of penalties, and the steps in which they are tried: twenty each, then finer.

@@ -12,14 +12,14 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 `ids_D`, D tokens of the draft vocabulary; d the number of a Medusa or Hydra head, from 0.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from draftsmith.drafts.heads import Head
@@ -39,10 +39,6 @@ from draftsmith.train.trainee import Trainee
 STEP_DECAY = 0.8
 # Of the objective of EAGLE-1, beside the regression of features.
 TOKEN_WEIGHT = 0.1
-
-# tokens [B, W], features [B, W, H], boolean mask or None, positions [B or 1, W], cache -> the
-# head's features [B, W, H]
-HeadForward = Callable[[Tensor, Tensor, Tensor | None, Tensor, Cache | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,38 +94,6 @@ def pairs_at(batch: Batch, depth: int) -> Pairs:
             )
     row_N, at_N = counts_BW.nonzero(as_tuple=True)
     return Pairs(row_N, at_N, at_N + depth)
-
-
-def unroll(head: HeadForward, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Part]:
-    """Yield, for depth 1, 2, ..., the pairs that count and the head's own features `[N, H]` there.
-
-    What pair t reads at depth d, as in decoding (arXiv 2503.01840, section 3.2):
-    * inputs: the token at t + d, and its feature of depth d - 1 (the target's at depth 1);
-    * position: t + d - 1;
-    * mask: the first pass up to t, and its own draft.
-    """
-    cache = DynamicCache() if depths > 1 else None
-    ids_BW = batch.ids_BT[:, 1:]
-    width = ids_BW.shape[1]
-    positions_BW = torch.arange(width, device=ids_BW.device)[None]
-    mask = None
-    attends = torch.ones(1, 1, width, width, dtype=torch.bool, device=ids_BW.device).tril()
-    if batch.documents_BT is not None and batch.positions_BT is not None:
-        positions_BW = (batch.positions_BT[:, 1:] - 1).clamp_min(0)
-        # Pairs that straddle two packed documents get id -1: they attend only to each other and
-        # carry no loss.
-        documents_BW = batch.documents_BT[:, 1:].masked_fill(batch.positions_BT[:, 1:] == 0, -1)
-        attends = attends & (documents_BW[:, :, None] == documents_BW[:, None, :])[:, None]
-        mask = attends
-    itself = torch.eye(width, dtype=torch.bool, device=ids_BW.device).expand_as(attends)
-    for depth in range(1, depths + 1):
-        if depth > 1:
-            attends = torch.cat([attends, itself], dim=-1)
-            mask = attends
-            ids_BW = F.pad(ids_BW[:, 1:], (0, 1))
-        features_BWH = head(ids_BW, features_BWH, mask, positions_BW + (depth - 1), cache)
-        pairs = pairs_at(batch, depth)
-        yield pairs, pairs.of_pairs(features_BWH)
 
 
 @dataclass(frozen=True, eq=False)
@@ -288,11 +252,31 @@ class HeadTrainee(Trainee):
 class _UnrolledTrainee(HeadTrainee):
     """A head that is trained at `test_steps` depths, each but the first on its own features."""
 
+    draft: EagleHead | Eagle3Head | MtpHead
     usual_steps: ClassVar[int]
 
     def __init__(self, *arguments: Any, test_steps: int | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.test_steps = test_steps or self.usual_steps
+
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+        features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
+        return self.unrolled(batch, features_BWH, self.test_steps)
+
+    def unrolled(self, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Part]:
+        """Yield `drafts`, from the features of depth 1."""
+        positions_BW = documents_BW = None
+        if batch.documents_BT is not None and batch.positions_BT is not None:
+            places_BW = batch.positions_BT[:, 1:]
+            positions_BW = (places_BW - 1).clamp_min(0)
+            # Pairs that straddle two packed documents attend only to each other and carry no loss.
+            documents_BW = batch.documents_BT[:, 1:].masked_fill(places_BW == 0, -1)
+        unrolled = self.draft.unroll(
+            batch.ids_BT[:, 1:], features_BWH, depths, positions_BW, documents_BW
+        )
+        for depth, states_BWH in enumerate(unrolled, 1):
+            pairs = pairs_at(batch, depth)
+            yield pairs, self.draft.normed(pairs.of_pairs(states_BWH))
 
 
 class EagleTrainee(_UnrolledTrainee):
@@ -340,7 +324,7 @@ class EagleTrainee(_UnrolledTrainee):
             shift_BWH = torch.rand_like(inputs_BWH) * 2 - 1
             inputs_BWH = inputs_BWH + shift_BWH * self.noise
         depths = self.test_steps if self.training else self.depths
-        return unroll(self.draft.states, batch, inputs_BWH, depths)
+        return self.unrolled(batch, inputs_BWH, depths)
 
 
 class Eagle3Trainee(_UnrolledTrainee):
@@ -356,12 +340,6 @@ class Eagle3Trainee(_UnrolledTrainee):
 
     draft: Eagle3Head
     usual_steps = 7
-
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        inputs = [state_BTH[:, :-1] for state_BTH in states]
-        features_BWH = self.draft.fuse(inputs)
-        for pairs, states_NH in unroll(self.draft.states, batch, features_BWH, self.test_steps):
-            yield pairs, self.draft.normed(states_NH)
 
     def output_at(self, depth: int) -> Output:
         """The head's own, at every depth."""
@@ -379,9 +357,6 @@ class MtpTrainee(_UnrolledTrainee):
 
     draft: MtpHead
     usual_steps = 3
-
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        return unroll(self.draft.states, batch, states[0][:, :-1], self.test_steps)
 
 
 class MedusaTrainee(HeadTrainee):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
     LlamaDecoderLayer,
@@ -27,7 +27,8 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import of_all_layers, text_config, vocabulary_size
 from draftsmith.core.sampling import generator
-from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
+from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
+from draftsmith.drafts.heads.feature_head import FeatureHead
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
@@ -220,58 +221,6 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc, unused-ignore]
         return self
 
 
-class FeatureHead(nn.Module):
-    """A head that makes its next features, through one LLaMA layer, from features and the tokens
-    after them.
-    """
-
-    fc: nn.Linear
-    rotary: Callable[..., tuple[Tensor, Tensor]]
-    fuse: Callable[[Sequence[Tensor]], Tensor]
-    states: Callable[..., Tensor]
-    logits: Callable[[Tensor], Tensor]
-
-    def forward(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of the token after each input token, and the features `[B, T, H]` under them, for
-        a next step.
-
-        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. mask,
-        positions, past_key_values: as for `attending`.
-        """
-        states_BTH = self.states(input_ids_BT, features_BTH, mask, positions, past_key_values)
-        return self.logits(states_BTH), states_BTH
-
-    def attending(
-        self,
-        states_BTH: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> dict[str, Any]:
-        """The arguments of the layer's attention.
-
-        mask: additive or boolean, `[B or 1, 1, T, P + T]`; default: causal. Several tokens after
-        cached ones need it. positions: `[B or 1, T]`; default: those after the P cached tokens.
-        """
-        past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        queries = states_BTH.shape[1]
-        if positions is None:
-            positions = torch.arange(past, past + queries, device=states_BTH.device).unsqueeze(0)
-        return {
-            "attention_mask": mask,
-            "position_ids": positions,
-            "past_key_values": past_key_values,
-            "position_embeddings": self.rotary(states_BTH, positions),
-        }
-
-
 def join_scale(fc: nn.Linear) -> float:
     """The spread of weights with which the outputs of `fc` have the scale of its inputs."""
     return 1 / math.sqrt(fc.in_features)
@@ -338,27 +287,3 @@ class EagleHead(ReadsLastState, FeatureHead):
         head = cls(EagleConfig.like(target), target)
         draw(head.fc, head.layers, seed)
         return head.to(device=target.device, dtype=target.dtype)
-
-    def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
-        """The target's embeddings `[B, T, H]` of tokens."""
-        return self.borrowed.embed(input_ids_BT, dtype)
-
-    def states(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """The predicted features `[B, T, H]` of `forward`."""
-        dtype = dtype_of(self.fc)
-        embedded_BTH = self.embedded(input_ids_BT, dtype)
-        states_BTH: Tensor = self.fc(torch.cat([embedded_BTH, features_BTH.to(dtype)], dim=-1))
-        return self.layers[0](
-            states_BTH, **self.attending(states_BTH, mask, positions, past_key_values)
-        )
-
-    def logits(self, states_BTH: Tensor) -> Tensor:
-        """Logits `[B, T, V]` that the target's output projection gives for predicted features."""
-        return self.borrowed.project(states_BTH)

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from draftsmith.core.errors import InputError
@@ -26,7 +26,8 @@ from draftsmith.core.io import JsonObject
 from draftsmith.core.models import vocabulary_size
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.borrowed import borrow, dtype_of, start_as
-from draftsmith.drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, draw
+from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, draw
+from draftsmith.drafts.heads.feature_head import FeatureHead
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 # Places of norms, under the keys that speculators, SpecForge and vLLM give them.
@@ -219,35 +220,27 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             joined = self.input_norm(joined)
         return self.fc(joined)
 
-    def normed(self, states_BTH: Tensor) -> Tensor:
-        """The states `[..., H]` that the output projection reads, from those of `states`."""
-        return states_BTH if self.config.norm_output else self.norm(states_BTH)
+    def opening(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """The layer reads both."""
+        return inputs
+
+    @property
+    def layer(self) -> nn.Module:
+        return self.midlayer
+
+    def ending(self, states_BTH: Tensor) -> Tensor:
+        return self.norm(states_BTH) if self.config.norm_output else states_BTH
+
+    def normed(self, states: Tensor) -> Tensor:
+        return states if self.config.norm_output else self.norm(states)
 
     def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings `[B, T, H]` of tokens: the head's own, or the target's."""
         if self.config.own_embedding:
             own_BTH: Tensor = self.embed_tokens(input_ids_BT)
             return own_BTH.to(dtype)
-        return self.borrowed.embed(input_ids_BT, dtype)
+        return super().embedded(input_ids_BT, dtype)
 
-    def states(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """The head's own features `[B, T, H]` of `forward`: before its norm, unless the config has
-        `norm_output`.
-        """
-        dtype = dtype_of(self.fc)
-        embedded_BTH = self.embedded(input_ids_BT, dtype)
-        features_BTH = features_BTH.to(dtype)
-        attending = self.attending(features_BTH, mask, positions, past_key_values)
-        g_BTH: Tensor = self.midlayer(embedded_BTH, features_BTH, **attending)
-        return self.norm(g_BTH) if self.config.norm_output else g_BTH
-
-    def logits(self, g_BTH: Tensor) -> Tensor:
-        """Logits `[B, T, D]` of the head's own features."""
-        return self.borrowed.projection.finish(self.lm_head(self.normed(g_BTH)))
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits `[..., D]` of the head's own features."""
+        return self.borrowed.projection.finish(self.lm_head(self.normed(states)))

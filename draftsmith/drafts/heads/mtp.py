@@ -15,7 +15,7 @@ whose tensor names these are.
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModel,
-    Cache,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -39,8 +38,9 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import text_config, vocabulary_size
 from draftsmith.core.sampling import generator
-from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow, dtype_of
-from draftsmith.drafts.heads.eagle import FeatureHead, LayerConfig, Rotary, join_scale
+from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
+from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, join_scale
+from draftsmith.drafts.heads.feature_head import FeatureHead
 
 _FULL = "full_attention"
 _PARTS = ("layers", "norm", "rotary_emb")
@@ -308,26 +308,12 @@ class MtpHead(ReadsLastState, FeatureHead):
                 tensors[name] = tensor
         return tensors
 
-    def states(
-        self,
-        input_ids_BT: Tensor,
-        features_BTH: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
-    ) -> Tensor:
-        """The states `[B, T, H]` of `forward`, after the final norm."""
-        dtype = dtype_of(self.fc)
-        embedded_BTH = self.pre_fc_norm_embedding(self.borrowed.embed(input_ids_BT, dtype))
-        hidden_BTH = self.pre_fc_norm_hidden(features_BTH.to(dtype))
-        parts = [embedded_BTH, hidden_BTH]
-        if self.config.hidden_first:
-            parts.reverse()
-        joined_BTH = self.fc(torch.cat(parts, dim=-1))
-        attending = self.attending(joined_BTH, mask, positions, past_key_values)
-        out = self.layers[0](joined_BTH, **attending)
-        return self.norm(out[0] if isinstance(out, tuple) else out)
+    def inputs(
+        self, input_ids_BT: Tensor, features_BTH: Tensor, dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        embedded_BTH, hidden_BTH = super().inputs(input_ids_BT, features_BTH, dtype)
+        normed = [self.pre_fc_norm_embedding(embedded_BTH), self.pre_fc_norm_hidden(hidden_BTH)]
+        return normed[::-1] if self.config.hidden_first else normed
 
-    def logits(self, states_BTH: Tensor) -> Tensor:
-        """Logits `[..., V]` that the target's output projection gives for states of `states`."""
-        return self.borrowed.project(states_BTH)
+    def ending(self, states_BTH: Tensor) -> Tensor:
+        return self.norm(states_BTH)

@@ -26,8 +26,9 @@ from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.borrowed import Borrowed, borrow
 from draftsmith.drafts.heads.dequantise import dequantised
-from draftsmith.drafts.heads.eagle import EagleHead, FeatureHead
+from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed

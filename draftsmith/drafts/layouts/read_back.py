@@ -14,8 +14,8 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import vocabulary_size
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle import FeatureHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.heads.store import Head, load_head
 

@@ -1,0 +1,148 @@
+"""Heads that draft from features (EAGLE, EAGLE-3, MTP), and how one unrolls: what it reads at each
+depth of a draft.
+
+A *pair* is the input of such a head: the feature of a position, and the token after it.
+
+    pair t at depth d   reads
+    feature             the target's at position t; from depth 2 on the one that it gave at d - 1
+    token               t + d
+    position            t + d - 1
+    mask                the pairs of its text up to t, as they are at depth 1, and its own draft
+
+`FeatureHead.unroll` does so for all pairs of a text at once, behind the text's own tokens: training
+and evaluation call it. Decoding (`decode.propose.head_proposers`) drafts trees of its own tokens
+behind a cache. There, the mask of a node is its path, its position follows from its depth, and its
+feature is what its parent gave; a runner makes masks and positions of language models too.
+
+Legend: B rows, T tokens, W pairs of a row, P cached tokens, H hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import Cache, DynamicCache
+
+from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
+
+
+class FeatureHead(nn.Module):
+    """A head that makes its next features, through one decoder layer, from features and the tokens
+    after them.
+    """
+
+    borrowed: Borrowed
+    fc: nn.Linear
+    layers: nn.ModuleList
+    rotary: Callable[..., tuple[Tensor, Tensor]]
+    fuse: Callable[[Sequence[Tensor]], Tensor]
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of the token after each input token, and the features `[B, T, H]` under them, for
+        a next step.
+
+        `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. mask,
+        positions, past_key_values: as for `states`.
+        """
+        states_BTH = self.states(input_ids_BT, features_BTH, mask, positions, past_key_values)
+        return self.logits(states_BTH), states_BTH
+
+    def states(
+        self,
+        input_ids_BT: Tensor,
+        features_BTH: Tensor,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        past_key_values: Cache | None = None,
+    ) -> Tensor:
+        """The features `[B, T, H]` of `forward`.
+
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`; default: causal. Several tokens after
+        cached ones need it. positions: `[B or 1, T]`; default: those after the P cached tokens.
+        """
+        inputs = self.inputs(input_ids_BT, features_BTH, dtype_of(self.fc))
+        opening = self.opening(*inputs)
+        if positions is None:
+            past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            queries_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
+            positions = (past + queries_T).unsqueeze(0)
+        out = self.layer(
+            *opening,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=past_key_values,
+            position_embeddings=self.rotary(opening[-1], positions),
+        )
+        return self.ending(out[0] if isinstance(out, tuple) else out)
+
+    def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Embeddings `[B, T, H]` of tokens: the target's."""
+        return self.borrowed.embed(input_ids_BT, dtype)
+
+    def inputs(
+        self, input_ids_BT: Tensor, features_BTH: Tensor, dtype: torch.dtype
+    ) -> Sequence[Tensor]:
+        """What is joined of tokens and features, `[B, T, H]` each."""
+        return self.embedded(input_ids_BT, dtype), features_BTH.to(dtype)
+
+    def opening(self, *inputs: Tensor) -> Sequence[Tensor]:
+        """What the layer reads of `inputs`."""
+        return [self.fc(torch.cat(inputs, dim=-1))]
+
+    @property
+    def layer(self) -> nn.Module:
+        """The decoder layer."""
+        return self.layers[0]
+
+    def ending(self, states_BTH: Tensor) -> Tensor:
+        """The features that follow from the layer's output."""
+        return states_BTH
+
+    def normed(self, states: Tensor) -> Tensor:
+        """What the output projection reads of features `[..., H]`."""
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits `[..., V]` that the target's output projection gives for features."""
+        return self.borrowed.project(states)
+
+    def unroll(
+        self,
+        input_ids_BW: Tensor,
+        features_BWH: Tensor,
+        depths: int,
+        positions_BW: Tensor | None = None,
+        texts_BW: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the features `[B, W, H]` that every pair gives at depth 1, 2, ..., as above.
+
+        input_ids, features, positions: of depth 1. texts: for rows that hold several texts, the
+        number of each pair's. Beyond the end of a row there are no tokens; what its last pairs give
+        there means nothing.
+        """
+        width = input_ids_BW.shape[1]
+        device = input_ids_BW.device
+        cache = DynamicCache() if depths > 1 else None
+        if positions_BW is None:
+            positions_BW = torch.arange(width, device=device).unsqueeze(0)
+        mask = None
+        sees = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril()
+        if texts_BW is not None:
+            mask = sees = sees & (texts_BW[:, :, None] == texts_BW[:, None, :])[:, None]
+        itself = torch.eye(width, dtype=torch.bool, device=device).expand_as(sees)
+        for depth in range(depths):
+            if depth:
+                mask = sees = torch.cat([sees, itself], dim=-1)
+                input_ids_BW = pad(input_ids_BW[:, 1:], (0, 1))
+            features_BWH = self.states(
+                input_ids_BW, features_BWH, mask, positions_BW + depth, cache
+            )
+            yield features_BWH
