@@ -1,4 +1,4 @@
-# make demo | test | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
+# make demo | test | test-oldest | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip install the CPU build of torch if the default is CUDA's.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ JOBS ?= 2
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser engines demo test test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser engines demo test test-oldest test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -95,6 +95,25 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # The fast tests.
 test: install-test
 	@$(PYTEST) -q -m "not slow and not engines" tests
+
+# The fast tests with the lowest versions that pyproject.toml allows, in an environment of their own. OLDEST_TORCH names
+# another torch where that one cannot be had.
+OLDEST := .venv-oldest
+OLDEST_TORCH ?= 2.11.0
+$(OLDEST)/installed: pyproject.toml
+	@echo "installing the oldest versions into $(OLDEST)"
+	@rm -rf $(OLDEST)
+	@$(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet uv
+	@echo 'torch==$(OLDEST_TORCH)' > $(OLDEST)/torch.txt
+	@$(OLDEST)/bin/uv pip compile --quiet --python $(OLDEST)/bin/python --resolution lowest-direct --extra test \
+	  -c $(OLDEST)/torch.txt $(INDEX) pyproject.toml -o $(OLDEST)/oldest.txt
+	@$(OLDEST)/bin/python -m pip install --quiet $(INDEX) -r $(OLDEST)/oldest.txt
+	@$(OLDEST)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+test-oldest: $(OLDEST)/installed
+	@$(subst $(BIN)/,$(OLDEST)/bin/,$(PYTEST)) -q -m "not slow and not engines" tests
 
 # Several processes, kills, exhaustive combinations.
 test-slow: install-test
