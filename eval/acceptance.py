@@ -23,8 +23,9 @@ Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D dept
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -55,24 +56,32 @@ class Continuation:
     output_ids: Sequence[int]
 
 
-Place = tuple[int, int]
-"""The number of a text and the index of a token in its continuation."""
-
-
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Every position of some texts with one draft: what target and draft sample from there, and the
-    draft's logits.
+    """Every position of some texts, one after another, with one draft: what target and draft sample
+    from there, and the draft's logits.
 
     start: number of the first text.
     """
 
     start: int
     texts: Sequence[Continuation]
-    places: list[Place]
     p_NV: Tensor
     q_NV: Tensor
     logits_NV: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each text."""
+        return [len(text.output_ids) for text in self.texts]
+
+    def sums(self, values: Tensor, chosen: Sequence[int] | slice = slice(None)) -> list[Any]:
+        """Sum values over each text. chosen: their positions, if not all."""
+        rows = np.repeat(np.arange(len(self.texts)), self.lengths)
+        sums = np.zeros((len(self.texts), *values.shape[1:]))
+        np.add.at(sums, rows[chosen], values.cpu().numpy())
+        as_lists: list[Any] = sums.tolist()
+        return as_lists
 
 
 @torch.inference_mode()

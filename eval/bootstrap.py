@@ -129,32 +129,18 @@ def half_width(freedom: int) -> float:
     return high
 
 
-def resample_groups(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
+def resamples(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
     """Draw `count` resamples of groups with replacement; all prompts of a drawn group come along.
 
     groups: the group of each prompt.
     """
     numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    drawn = resamples(len(numbers), count, seed)
-    return Resamples(drawn.weights_RP[:, [numbers[group] for group in groups]], drawn.sizes)
-
-
-def resamples(prompts: int, count: int, seed: int) -> Resamples:
-    """Draw `count` resamples of `prompts` prompts with replacement, each a group by itself."""
-    if prompts == 0:
+    size = len(numbers)
+    if not size:
         return Resamples(np.zeros((count, 0)), (0,))
-    rng = np.random.default_rng(seed)
-    weights = rng.multinomial(prompts, np.full(prompts, 1.0 / prompts), size=count)
-    return Resamples(weights.astype(np.float64), (prompts,))
-
-
-def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
-    """Put suites side by side: each keeps its own resamples (stratified), their prompts are
-    pooled.
-    """
-    weights_RP = np.concatenate([part.weights_RP for part in parts], axis=1)
-    sizes = chain.from_iterable(part.sizes for part in parts)
-    return Resamples(weights_RP, tuple(sizes))
+    drawn_RG = np.random.default_rng(seed).multinomial(size, np.full(size, 1.0 / size), size=count)
+    weights_RP = drawn_RG[:, [numbers[group] for group in groups]].astype(np.float64)
+    return Resamples(weights_RP, (size,))
 
 
 def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
@@ -253,36 +239,26 @@ def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) 
     A sign needs an interval on its side of zero, and one-sided significance under Holm's correction
     over the family, by Student's t with the standard error that the interval implies.
     """
-    known = {}
+    tests = {}
     for index, figure in enumerate(figures):
-        if (known_test := _test_of(figure, ratios=ratios)) is not None:
-            known[index] = known_test
-    result: list[int | None] = [0 if index in known else None for index in range(len(figures))]
+        if (test := _test_of(figure, ratios=ratios)) is not None:
+            tests[index] = test
+    result: list[int | None] = [0 if index in tests else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
-        tests = known.items()
-        p_values = holm([test.p_value(side) for _, test in tests])
-        for (index, test), p in zip(tests, p_values, strict=True):
-            beyond = test.low > 0 if side == 1 else test.high < 0
-            if beyond and p <= (1 - LEVEL) / 2:
+        p_values = holm([student_cdf(-side * test.t, test.freedom) for test in tests.values()])
+        for (index, test), p in zip(tests.items(), p_values, strict=True):
+            if test.side == side and p <= (1 - LEVEL) / 2:
                 result[index] = side
     return result
 
 
-@dataclass(frozen=True)
-class _Test:
-    """An estimate to compare with zero."""
+class _Test(NamedTuple):
+    """Student's t of an estimate against zero, and the side of zero that its interval is on."""
 
-    value: float
-    low: float
-    high: float
-    groups: int
-
-    def p_value(self, side: int) -> float:
-        """One-sided, by Student's t with the standard error that the interval implies."""
-        freedom = self.groups - 1
-        errors = self.value * 2 * half_width(freedom) / max(self.high - self.low, 1e-12)
-        return student_cdf(-side * errors, freedom)
+    t: float
+    freedom: int
+    side: int
 
 
 def _test_of(figure: Mapping[str, Any] | None, *, ratios: bool) -> _Test | None:
@@ -292,7 +268,9 @@ def _test_of(figure: Mapping[str, Any] | None, *, ratios: bool) -> _Test | None:
     if None in ends or (ratios and min(ends) <= 0):
         return None
     value, low, high = map(math.log, ends) if ratios else ends
-    return _Test(value, low, high, figure["n"])
+    freedom = figure["n"] - 1
+    t = value * 2 * half_width(freedom) / max(high - low, 1e-12)
+    return _Test(t, freedom, int(low > 0) - int(high < 0))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

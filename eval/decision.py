@@ -18,8 +18,8 @@ from typing import Literal
 
 import numpy as np
 
-from draftsmith.eval.bootstrap import PromptSums, Resamples, quotient, ratio, resample_groups, signs
-from draftsmith.eval.results_table import ResultsTable, place_of
+from draftsmith.eval.bootstrap import PromptSums, Resamples, quotient, ratio, resamples, signs
+from draftsmith.eval.results_table import ResultsTable, key_of
 from draftsmith.eval.schema import Estimate, Row, SuiteKind
 
 Verdict = Literal[
@@ -268,15 +268,15 @@ def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) ->
     for row in new:
         if row["domain"] not in picks:
             seed = config["seed"] + len(picks)
-            timed = len(counts[place_of(row)]["per_prompt"]["emitted"])
+            timed = len(counts[key_of(row)]["per_prompt"]["emitted"])
             groups = results.prompt_groups(row["domain"])[:timed]
-            picks[row["domain"]] = resample_groups(groups, config["bootstrap"], seed)
+            picks[row["domain"]] = resamples(groups, config["bootstrap"], seed)
     weights = [picks[row["domain"]].weights_RP for row in new]
     sizes = tuple(part.groups for part in picks.values())
     pooled = Resamples(np.concatenate(weights, axis=1), sizes)
 
     def rates(rows: Sequence[Row]) -> PromptSums:
-        timed = [counts[place_of(row)]["per_prompt"] for row in rows]
+        timed = [counts[key_of(row)]["per_prompt"] for row in rows]
         return ratio(timed, "emitted", "decode_s")
 
     return quotient(rates(new), rates(base), pooled)

@@ -332,8 +332,7 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
             values["missing"] = lacking_NV.sum(1, keepdim=True)
-            where = list(zip(rows, places, strict=True))
-            positions = Positions(batch.start, batch.rows, where, p_NV, q_NV, logits_NV)
+            positions = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
             self._observe(drafted.name, positions, part)
         for key, value in values.items():
             arrays[key][depth, rows, places] = _numpy(value[:, 0])

@@ -18,7 +18,6 @@ from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.estimate import AlphaMeasurement, measure_alphas
 from draftsmith.eval.facts import identity, machine
 from draftsmith.eval.measuring import SpeedMeasurement, Task, continuations
-from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predicted_methods
 from draftsmith.eval.request import EvalRequest
 from draftsmith.eval.rows import Measured
@@ -145,7 +144,7 @@ class Evaluation:
             for method in self.request.methods[name]:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}
                 measured.decodings[suite.name, temperature, name, method] = self.cell(
-                    decides | drafted | _identity(method),
+                    decides | drafted | method.facts,
                     partial(task.decoding, draft, method, baseline),
                     f"{name}, {method.tree}: {where}",
                     count,
@@ -168,7 +167,7 @@ class Evaluation:
         decides = decides | {
             "what": "alpha",
             "roots": list(steps),
-            "predicted": [_identity(method) for method in methods],
+            "predicted": [method.facts for method in methods],
         }
         drafts = self.drafts
         cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
@@ -207,9 +206,9 @@ class Evaluation:
         decides = self._decides("speed", suite, sampling) | {
             "prompts": config.speed_prompts,
             "drafts": {name: identity(self.models[name]) for name in self.drafts},
-            "methods": [_identity(method) for method in methods],
+            "methods": [method.facts for method in methods],
             "machine": machine(self.pair.target),
-            "costs_of": None if costs_of is None else _identity(costs_of),
+            "costs_of": None if costs_of is None else costs_of.facts,
         }
         task = self._task(suite, sampling, 1, config.speed_prompts)
         runs = 1 + self.request.runs
@@ -220,10 +219,6 @@ class Evaluation:
             units=runs * len(task.prompts),
             who="main",
         )
-
-
-def _identity(method: Method) -> Decides:
-    return {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
 
 
 def _cell_name(decides: Decides) -> str:

@@ -1,7 +1,7 @@
 """A decoding method, as options name it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from draftsmith.core.io import read_tree_file
@@ -28,6 +28,11 @@ class Method:
     @property
     def name(self) -> str:
         return f"{self.tree} {self.verifier}"
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """The method as JSON, with the tree that its spec stood for."""
+        return {"tree": self.tree, "shape": asdict(self.shape), "verifier": self.verifier}
 
     @property
     def is_chain(self) -> bool:

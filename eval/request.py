@@ -153,5 +153,5 @@ def check(config: EvalConfig) -> EvalRequest:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
         if requirement.figure == "transfer" and not ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
-        requirement.places(scope)
+        requirement.keys(scope)
     return EvalRequest(config, drafts, base, id_sets, ood_sets, asked, methods)

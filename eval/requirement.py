@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.core.errors import InputError, nearest
-from draftsmith.eval.schema import How, Place, Row
+from draftsmith.eval.schema import How, Row, RowKey
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -79,8 +79,8 @@ class Requirement:
             wanted[key] = value
         return Requirement(text, figure, wanted, sign, float(number))
 
-    def places(self, scope: Scope) -> list[Place]:
-        """Return the places whose figure is judged. Raise InputError if the requirement names
+    def keys(self, scope: Scope) -> list[RowKey]:
+        """Return the keys whose figure is judged. Raise InputError if the requirement names
         something that the evaluation does not measure.
         """
         judged = list(scope.methods)
@@ -106,7 +106,7 @@ class Requirement:
         rules = self._pick("verifier", [rule for _, rule in measured])
         named = {f"{temperature:g}": temperature for temperature in scope.temperatures}
         temperatures = [named[text] for text in self._pick("T", list(named))]
-        places = []
+        keys = []
         for draft in drafts:
             methods: list[tuple[str | None, str | None]] = [(None, None)]
             if self.figure in _PER_METHOD:
@@ -115,10 +115,10 @@ class Requirement:
             for domain in domains:
                 for temperature in temperatures:
                     for tree, rule in methods:
-                        places.append(Place(draft, domain, temperature, tree, rule))
-        if not places:
+                        keys.append(RowKey(draft, domain, temperature, tree, rule))
+        if not keys:
             raise InputError(f"--require {self.text!r}: nothing is decoded so")
-        return places
+        return keys
 
     def _pick(self, key: str, known: list[str]) -> list[str]:
         value = self.wanted.get(key)
@@ -132,13 +132,13 @@ class Requirement:
         return [value]
 
     def unmet(
-        self, place: Place, row: Row | None, why_undefined: str | None, *, busy: bool = False
+        self, key: RowKey, row: Row | None, why_undefined: str | None, *, busy: bool = False
     ) -> str | None:
-        """Say why the figure of a place misses the requirement; None if it meets it. busy: whether
+        """Say why the figure of a key misses the requirement; None if it meets it. busy: whether
         the machine was, when it was timed.
         """
-        method = f", {place.tree} {place.verifier}" if place.tree else ""
-        where = f"{place.draft} on {place.domain} at T={place.temperature:g}{method}"
+        method = f", {key.tree} {key.verifier}" if key.tree else ""
+        where = f"{key.draft} on {key.domain} at T={key.temperature:g}{method}"
         where = f"required {self.text}: {where}: {self.figure}"
         if row is None:
             return f"{where} is undefined (it was not measured)"

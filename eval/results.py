@@ -76,12 +76,12 @@ class Results(ResultsTable):
         )
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:
-            for place in requirement.places(scope):
-                row = self.figure(requirement.figure, *place)
+            for key in requirement.keys(scope):
+                row = self.figure(requirement.figure, *key)
                 reason = self.why_undefined(row) if row and row["figure"] == "transfer" else None
                 timed = requirement.figure == "speedup"
-                busy = timed and self.busy(place.domain, place.temperature)
-                if line := requirement.unmet(place, row, reason, busy=busy):
+                busy = timed and self.busy(key.domain, key.temperature)
+                if line := requirement.unmet(key, row, reason, busy=busy):
                     unmet.append(line)
         if unmet:
             raise RequirementError(unmet)

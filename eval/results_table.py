@@ -12,9 +12,9 @@ from draftsmith.eval.schema import (
     TARGET,
     Counts,
     How,
-    Place,
     ResultsDocument,
     Row,
+    RowKey,
     SuiteKind,
 )
 
@@ -162,11 +162,11 @@ class ResultsTable:
         _check_measured("draft", draft, [*self.drafts, TARGET])
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
-        place = Place(draft, domain, temperature)
+        key = RowKey(draft, domain, temperature)
         if (figure, draft) in self._methods_of:
             tree, verifier = self._method(figure, draft, tree, verifier)
-            place = place._replace(tree=tree, verifier=verifier)
-        return self._index.get((figure, place), [])
+            key = key._replace(tree=tree, verifier=verifier)
+        return self._index.get((figure, key), [])
 
     def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> How:
         """Complete the name of a method. A decoded method goes before a predicted one."""
@@ -235,7 +235,7 @@ class ResultsTable:
 
     def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
         """Return another figure of the same draft, set, temperature, method and part as a row."""
-        for other in self._index.get((figure, place_of(row)), []):
+        for other in self._index.get((figure, key_of(row)), []):
             if other["at"] == at and other["part"] == row["part"]:
                 return other
         return None
@@ -244,31 +244,31 @@ class ResultsTable:
         """All rows of some figures."""
         return (row for row in self.document["rows"] if row["figure"] in figures)
 
-    def counts(self, of: str) -> dict[Place, Counts]:
+    def counts(self, of: str) -> dict[RowKey, Counts]:
         """Per-prompt sums of one measurement."""
         rows = self.document["counts"]
-        return {place_of(counts): counts for counts in rows if counts["of"] == of}
+        return {key_of(counts): counts for counts in rows if counts["of"] == of}
 
     @cached_property
-    def _index(self) -> dict[tuple[str, Place], list[Row]]:
-        index: dict[tuple[str, Place], list[Row]] = {}
+    def _index(self) -> dict[tuple[str, RowKey], list[Row]]:
+        index: dict[tuple[str, RowKey], list[Row]] = {}
         for row in self.document["rows"]:
-            index.setdefault((row["figure"], place_of(row)), []).append(row)
+            index.setdefault((row["figure"], key_of(row)), []).append(row)
         return index
 
     @cached_property
     def _methods_of(self) -> Methods:
         methods: Methods = {}
-        for figure, place in self._index:
-            if place.tree is not None and place.verifier is not None:
-                known = methods.setdefault((figure, place.draft), {})
-                known[place.tree, place.verifier] = None
+        for figure, key in self._index:
+            if key.tree is not None and key.verifier is not None:
+                known = methods.setdefault((figure, key.draft), {})
+                known[key.tree, key.verifier] = None
         return methods
 
 
-def place_of(row: Row | Counts) -> Place:
-    """Return the place that a row is about."""
-    return Place(row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
+def key_of(row: Row | Counts) -> RowKey:
+    """Return the key that a row is about."""
+    return RowKey(row["draft"], row["domain"], row["temperature"], row["tree"], row["verifier"])
 
 
 def _check_measured(name: str, value: object, known: Sequence[object]) -> None:

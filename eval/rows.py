@@ -4,7 +4,7 @@ A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -15,10 +15,8 @@ from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import without_secrets
 from draftsmith.core.prompts import prompt_hash
 from draftsmith.core.sampling import row_seed
-from draftsmith.decode import Tree
 from draftsmith.decode.stats import independent_tau
 from draftsmith.eval.bootstrap import (
-    Floats,
     Gain,
     PromptSums,
     Resamples,
@@ -27,7 +25,7 @@ from draftsmith.eval.bootstrap import (
     joined,
     quotient,
     ratio,
-    resample_groups,
+    resamples,
     transfer,
 )
 from draftsmith.eval.diagnosis.root_step import RootStep
@@ -52,10 +50,10 @@ from draftsmith.eval.schema import (
     Counts,
     Estimate,
     ModelRow,
-    Place,
     Remark,
     ResultsDocument,
     Row,
+    RowKey,
     SuiteKind,
     SuiteRow,
     definitions,
@@ -105,15 +103,17 @@ class Group:
         self,
         figure: str,
         draft: str,
-        value: Estimate | float | None,
+        value: PromptSums | Estimate | float | None,
         method: Method | None = None,
         *,
         at: int | None = None,
         part: str | None = None,
         n: int | None = None,
     ) -> Row:
-        """One row about this group; a plain number has no interval."""
-        if not isinstance(value, dict):
+        """One row about this group. Sums get their interval; a plain number has none."""
+        if isinstance(value, PromptSums):
+            value = estimate(value, self.picks)
+        elif not isinstance(value, dict):
             known = None if value is None else float(value)
             count = self.picks.groups if n is None else n
             value = Estimate(value=known, low=None, high=None, n=count)
@@ -150,15 +150,12 @@ class Setting:
     @property
     def all_methods(self) -> list[Method]:
         """The methods of all drafts, the base's first."""
-        methods = dict.fromkeys(self.methods[self.base])
-        for of_draft in self.methods.values():
-            methods |= dict.fromkeys(of_draft)
-        return list(methods)
+        of_drafts = [self.methods[self.base], *self.methods.values()]
+        return list(dict.fromkeys(chain.from_iterable(of_drafts)))
 
     def drafts_of(self, method: Method) -> list[str]:
         """The drafts that are decoded with a method."""
-        of_draft = self.methods.items()
-        return [draft for draft, methods in of_draft if method in methods]
+        return [draft for draft in self.methods if method in self.methods[draft]]
 
     def groups(self) -> Iterator[Group]:
         """Every suite by itself, then all of a kind pooled; each at every temperature."""
@@ -181,21 +178,18 @@ class Setting:
         for suite, count in zip(suites, counts, strict=True):
             groups.append(self.prompt_groups[suite.name][:count])
         strata = Groups(groups).numbers()
-        parts_RP: dict[int, Floats] = {}
+        stratum_P = np.repeat(strata, [len(each) for each in groups])
+        weights_RP = np.empty((self.bootstrap, len(stratum_P)))
         sizes: list[int] = []
         for stratum in dict.fromkeys(strata):
             members = [index for index, each in enumerate(strata) if each == stratum]
-            together = [groups[index] for index in members]
             names = "+".join(suites[index].name for index in members)
-            of_prompts = list(chain.from_iterable(together))
+            of_prompts = list(chain.from_iterable(groups[index] for index in members))
             seed = row_seed(self.seed, f"bootstrap/{names}/{len(set(of_prompts))}")
-            drawn = resample_groups(of_prompts, self.bootstrap, seed)
-            ends = np.cumsum([len(each) for each in together])[:-1]
-            parts = np.split(drawn.weights_RP, ends, axis=1)
-            parts_RP.update(zip(members, parts, strict=True))
+            drawn = resamples(of_prompts, self.bootstrap, seed)
+            weights_RP[:, stratum_P == stratum] = drawn.weights_RP
             sizes += drawn.sizes
-        in_order = [parts_RP[index] for index in range(len(suites))]
-        return Resamples(np.concatenate(in_order, axis=1), tuple(sizes))
+        return Resamples(weights_RP, tuple(sizes))
 
 
 def _at_depth(parts: Sequence[Any], depth: int) -> PromptSums:
@@ -221,17 +215,16 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups():
         for draft in setting.methods:
             here = gain(group, draft)
-            yield group.row("alpha", draft, estimate(here.new, group.picks))
+            yield group.row("alpha", draft, here.new)
             yield group.row("alpha_per_prompt", draft, here.new.mean_per_prompt)
             positions = here.new.denominator_P.sum()
             yield group.row("positions", draft, positions)
             parts = group.parts(measured.alphas, draft)
             for figure, key in ALPHAS.items():
-                yield group.row(figure, draft, estimate(ratio(parts, key, "count"), group.picks))
+                yield group.row(figure, draft, ratio(parts, key, "count"))
             for figure, (above, below) in ALPHAS_BY_SOURCE.items():
                 if above in parts[0]:
-                    sums = ratio(parts, above, below)
-                    yield group.row(figure, draft, estimate(sums, group.picks))
+                    yield group.row(figure, draft, ratio(parts, above, below))
             if draft == setting.base:
                 continue
             yield group.row("gain", draft, difference(here.new, here.base, group.picks))
@@ -257,17 +250,16 @@ def decoding_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                     base_tau = ratio(base, "emitted", "target_calls")
                     gain = difference(tau, base_tau, group.picks)
                     yield group.row("tau_gain", draft, gain, method)
-                mcsd = estimate(ratio(parts, "accepted", "depth_sum"), group.picks)
+                mcsd = ratio(parts, "accepted", "depth_sum")
                 yield group.row("alpha_mcsd", draft, mcsd, method)
                 deepest = max(map(len, joined(parts, "reached_by_depth")), default=0)
                 for depth in range(1, 1 + deepest):
-                    accept = estimate(_at_depth(parts, depth), group.picks)
-                    yield group.row("accept", draft, accept, method, at=depth)
+                    yield group.row("accept", draft, _at_depth(parts, depth), method, at=depth)
                 for key in COUNTED:
                     yield group.row(key, draft, sum(joined(parts, key)), method)
                 if "copied_calls" in parts[0]:
                     for figure, count in SOURCES.items():
-                        share = estimate(ratio(parts, count, "target_calls"), group.picks)
+                        share = ratio(parts, count, "target_calls")
                         yield group.row(figure, draft, share, method)
                 yield from _headroom(group, measured, draft, method)
                 yield from _identical(group, parts, draft, method)
@@ -312,12 +304,12 @@ def prediction_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 seed = row_seed(setting.seed, name)
                 run = run_interval(sums, variance, group.picks, seed, method.most_tokens)
                 yield group.row("tau_run", draft, {**tau, "low": run[0], "high": run[1]}, method)
-                tree = method.shape
-                if alpha is not None and isinstance(tree, Tree) and tree.is_chain and not tree.stop:
-                    independent = independent_tau([alpha] * tree.depth)
+                deepest = method.shape.depth
+                if alpha is not None and method.is_chain:
+                    independent = independent_tau([alpha] * deepest)
                     yield group.row("tau_independent", draft, independent, method)
-                for depth in range(1, 1 + tree.depth):
-                    accept = estimate(_at_depth(parts, depth), group.picks)
+                for depth in range(1, 1 + deepest):
+                    accept = _at_depth(parts, depth)
                     yield group.row("accept_predicted", draft, accept, method, at=depth)
 
 
@@ -396,46 +388,43 @@ def _seconds_per_step(run: SpeedRun, count: int) -> float | None:
     return sum(run["decode_s"][:count]) / steps if steps else None
 
 
-def counts(setting: Setting, measured: Measured) -> list[Counts]:
+def counts(setting: Setting, measured: Measured) -> Iterator[Counts]:
     """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
-    rows: list[Counts] = []
     for (suite, temperature), baseline in measured.baselines.items():
         target = {
             "tokens": [len(ids) for ids in baseline["output_ids"]],
             "stopped": [reason == "stop" for reason in baseline["finish_reason"]],
         }
-        rows.append(_counts("target", Place(TARGET, suite, temperature), target, tuple(target)))
+        yield _counts("target", RowKey(TARGET, suite, temperature), target, tuple(target))
         for draft in setting.methods:
             alphas = measured.alphas[suite, temperature, draft]
-            place = Place(draft, suite, temperature)
-            rows.append(_counts("alpha", place, alphas, ("sum", "count")))
+            yield _counts("alpha", RowKey(draft, suite, temperature), alphas, ("sum", "count"))
             for method in setting.methods[draft]:
                 decoded = measured.decodings[suite, temperature, draft, method]
-                place = Place(draft, suite, temperature, method.tree, method.verifier)
-                keys = [key for key in (*COUNTED, *COUNTED_BY_DEPTH, *BY_SOURCE) if key in decoded]
-                rows.append(_counts("decoding", place, decoded, keys))
+                key = RowKey(draft, suite, temperature, method.tree, method.verifier)
+                names = [*COUNTED, *COUNTED_BY_DEPTH, *BY_SOURCE]
+                kept = [name for name in names if name in decoded]
+                yield _counts("decoding", key, decoded, kept)
         timed = measured.speeds.get((suite, temperature))
         for run in timed["runs"] if timed else ():
-            draft = run["draft"] or TARGET
-            place = Place(draft, suite, temperature, run["tree"], run["verifier"])
-            rows.append(_counts("speed", place, run, TIMED))
-    return rows
+            key = RowKey(run["draft"] or TARGET, suite, temperature, run["tree"], run["verifier"])
+            yield _counts("speed", key, run, TIMED)
 
 
 def _counts(
     of: Literal["target", "alpha", "decoding", "speed"],
-    place: Place,
+    key: RowKey,
     sums: Mapping[str, Any],
-    keys: Sequence[str],
+    kept: Sequence[str],
 ) -> Counts:
     return Counts(
         of=of,
-        draft=place.draft,
-        domain=place.domain,
-        temperature=place.temperature,
-        tree=place.tree,
-        verifier=place.verifier,
-        per_prompt={key: sums[key] for key in keys},
+        draft=key.draft,
+        domain=key.domain,
+        temperature=key.temperature,
+        tree=key.tree,
+        verifier=key.verifier,
+        per_prompt={name: sums[name] for name in kept},
     )
 
 
@@ -486,10 +475,7 @@ def assemble(
     rows: list[Row] = []
     for make in (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows):
         rows += make(setting, measured)
-    methods = []
-    for method in setting.all_methods:
-        names = {"tree": method.tree, "shape": asdict(method.shape), "verifier": method.verifier}
-        methods.append({**names, "lossless": method.lossless})
+    methods = setting.all_methods
     return ResultsDocument(
         schema_version=SCHEMA_VERSION,
         definitions=definitions(),
@@ -498,11 +484,11 @@ def assemble(
         base=setting.base,
         drafts=list(setting.methods),
         temperatures=list(setting.temperatures),
-        methods=methods,
+        methods=[{**method.facts, "lossless": method.lossless} for method in methods],
         models=models,
         suites=suite_rows(setting),
         rows=[*rows, *diagnosis],
-        counts=counts(setting, measured),
+        counts=list(counts(setting, measured)),
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),
         provenance=provenance,
         clock=clock,

@@ -78,7 +78,7 @@ class Row(TypedDict):
     n: int
 
 
-class Place(NamedTuple):
+class RowKey(NamedTuple):
     """What a figure is about. `tree` and `verifier` are None unless it is a figure of decoding."""
 
     draft: str

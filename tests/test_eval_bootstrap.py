@@ -3,13 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks.lib.seeds import difference_over_seeds, pool_sums
+from benchmarks.lib.seeds import difference_over_seeds, pool_resamples, pool_sums
 from draftsmith.eval.bootstrap import (
     Gain,
     PromptSums,
     difference,
     estimate,
-    pool_resamples,
     quotient,
     resamples,
     signs,
@@ -24,7 +23,7 @@ def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40)
 
 def test_pooled_is_a_ratio_of_sums_and_the_mean_of_ratios_stands_beside_it():
     sums = PromptSums.of([1, 9], [2, 10])
-    found = estimate(sums, resamples(2, 200, 0))
+    found = estimate(sums, resamples(range(2), 200, 0))
     assert found["value"] == pytest.approx(10 / 12)
     assert sums.mean_per_prompt == pytest.approx((0.5 + 0.9) / 2) and found["n"] == 2
 
@@ -35,14 +34,14 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
     for trial in range(300):
         lengths = rng.integers(20, 60, size=60)
         hits = rng.binomial(lengths, rng.beta(6, 4, size=60))
-        found = estimate(PromptSums.of(list(hits), list(lengths)), resamples(60, 400, trial))
+        found = estimate(PromptSums.of(list(hits), list(lengths)), resamples(range(60), 400, trial))
         assert found["low"] is not None and found["high"] is not None
         covered += found["low"] <= 0.6 <= found["high"]
     assert 0.90 <= covered / 300 <= 0.985
 
 
 def test_an_interval_holds_nothing_impossible():
-    picks = resamples(2, 400, 0)
+    picks = resamples(range(2), 400, 0)
     tau = estimate(PromptSums.of([10, 29], [10, 10]), picks, most=3.0)
     assert (tau["low"], tau["high"]) == (1.0, 3.0)
     gain = difference(PromptSums.of([10, 0], [10, 10]), PromptSums.of([0, 5], [10, 10]), picks)
@@ -59,7 +58,9 @@ def test_few_prompts_are_not_surer_than_they_say(prompts):
     for trial in range(400):
         lengths = rng.integers(20, 64, size=prompts).astype(float)
         new = PromptSums((0.5 + rng.normal(0, 0.1, size=prompts)) * lengths, lengths)
-        found = difference(new, PromptSums(0.5 * lengths, lengths), resamples(prompts, 400, trial))
+        found = difference(
+            new, PromptSums(0.5 * lengths, lengths), resamples(range(prompts), 400, trial)
+        )
         assert found["low"] is not None and found["high"] is not None
         wrong += not found["low"] <= 0 <= found["high"]
         called += signs([found]) != [0]
@@ -74,14 +75,16 @@ def test_a_family_of_few_prompts_calls_something_a_gain_no_more_often_than_one_f
         for number in range(6):
             new = PromptSums.of(list(0.5 + rng.normal(0, 0.1, size=5)), [1.0] * 5)
             family.append(
-                difference(new, PromptSums.of([0.5] * 5, [1.0] * 5), resamples(5, 300, number))
+                difference(
+                    new, PromptSums.of([0.5] * 5, [1.0] * 5), resamples(range(5), 300, number)
+                )
             )
         called += 1 in signs(family)
     assert called / 150 <= 0.06
 
 
 def test_an_interval_stays_where_the_figure_can_lie():
-    picks = resamples(2, 400, 0)
+    picks = resamples(range(2), 400, 0)
     share, ratio = PromptSums.of([9, 2], [10, 10]), PromptSums.of([30, 2], [10, 10])
     assert (estimate(share, picks)["low"], estimate(share, picks)["high"]) == (0.0, 1.0)
     found = estimate(ratio, picks)
@@ -92,7 +95,7 @@ def test_pairing_narrows_the_interval_of_a_difference():
     rng = np.random.default_rng(2)
     level = rng.uniform(0.2, 0.9, size=50)
     base, new = _sums(level), _sums(level + 0.05 + rng.normal(0, 0.01, size=50))
-    picks, others = resamples(50, 1000, 3), resamples(50, 1000, 4)
+    picks, others = resamples(range(50), 1000, 3), resamples(range(50), 1000, 4)
     paired = difference(new, base, picks)
     unpaired = np.quantile(
         picks.weights_RP @ new.numerator_P / 2000 - others.weights_RP @ base.numerator_P / 2000,
@@ -104,7 +107,7 @@ def test_pairing_narrows_the_interval_of_a_difference():
 
 
 def test_what_has_no_value_or_interval_is_none_never_zero():
-    picks = resamples(3, 100, 0)
+    picks = resamples(range(3), 100, 0)
     found = estimate(PromptSums.of([0, 0, 0], [0, 0, 0]), picks)
     assert found["value"] is found["low"] is found["high"] is None
     assert (
@@ -119,15 +122,15 @@ def test_what_has_no_value_or_interval_is_none_never_zero():
     )
     # Many resamples have no value; one prompt has no interval, alone or in a pool.
     only_one_counts = PromptSums.of([1, 0, 0, 0], [2, 0, 0, 0])
-    found = estimate(only_one_counts, resamples(4, 1000, 0))
+    found = estimate(only_one_counts, resamples(range(4), 1000, 0))
     assert found["value"] == 0.5 and found["low"] is None and found["high"] is None
-    one, many = resamples(1, 100, 0), resamples(5, 100, 0)
+    one, many = resamples(range(1), 100, 0), resamples(range(5), 100, 0)
     assert estimate(PromptSums.of([1], [2]), one)["low"] is None
     assert estimate(PromptSums.of([1] * 6, [2] * 6), pool_resamples([many, one]))["low"] is None
 
 
 def test_pooling_suites_resamples_each_on_its_own():
-    pool = pool_resamples([resamples(3, 50, 0), resamples(7, 50, 1)])
+    pool = pool_resamples([resamples(range(3), 50, 0), resamples(range(7), 50, 1)])
     assert (pool.weights_RP[:, :3].sum(1) == 3).all() and (pool.weights_RP[:, 3:].sum(1) == 7).all()
     both = pool_sums([PromptSums.of([1, 2], [4, 4]), PromptSums.of([3], [8])])
     assert both.pooled == 6 / 16
@@ -139,7 +142,7 @@ def _gain(gain: float, seed: int) -> Gain:
     return Gain(
         new=_sums(level + gain + rng.normal(0, 0.01, size=60)),
         base=_sums(level),
-        picks=resamples(60, 800, seed),
+        picks=resamples(range(60), 800, seed),
     )
 
 
@@ -175,7 +178,7 @@ def test_two_levels_cover_the_truth_where_prompts_alone_do_not(seeds, prompts):
         ]
         ones = np.ones(prompts)
         new, base = [PromptSums(figure_P, ones) for figure_P in figures], PromptSums(base_P, ones)
-        picks = resamples(prompts, 400, study)
+        picks = resamples(range(prompts), 400, study)
         mean = PromptSums(np.mean(figures, axis=0), ones)
         for name, change in (
             ("both", difference_over_seeds(new, base, picks)),

@@ -24,7 +24,7 @@ from draftsmith.eval.measuring import Task, answers, continuations
 from draftsmith.eval.method import Method
 from draftsmith.eval.report.findings import lead
 from draftsmith.eval.request import check
-from draftsmith.eval.schema import Place
+from draftsmith.eval.schema import RowKey
 from tests.tiny_models import stirred_head, tiny_llama
 
 TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
@@ -165,7 +165,7 @@ def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
     whole = share * value("alpha_offered") + (1 - share) * value("alpha_drafted")
     assert value("alpha") == pytest.approx(whole)
     counts = results.counts("decoding")[
-        Place("both", "prose", temperature, "chain:3", "speculative")
+        RowKey("both", "prose", temperature, "chain:3", "speculative")
     ]
     sums = {key: sum(counts["per_prompt"][key]) for key in ("accepted", "target_calls")}
     from_lookup = value("lookup_accepted", tree="chain:3")

@@ -305,7 +305,7 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
     """
     rows, counts, prompts = [], [], 8
     for cell in range(cells):
-        picks = resamples(prompts, 300, cell)
+        picks = resamples(range(prompts), 300, cell)
         emitted, level = np.full(prompts, 64.0), rng.lognormal(0, 0.3, prompts)
         alone = PromptSums(emitted, level * rng.lognormal(0, 0.1, prompts))
         for index in range(settings):

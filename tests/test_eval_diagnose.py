@@ -36,8 +36,7 @@ def pair(sampling: Sampling, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor,
 def diagnosed(sampling: Sampling) -> tuple[Diagnosis, torch.Tensor, torch.Tensor, torch.Tensor]:
     p, q, logits = pair(sampling)
     texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
-    places = [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1)]
-    return diagnosis_of(sampling, 0, Positions(0, texts, places, p, q, logits)), p, q, logits
+    return diagnosis_of(sampling, 0, Positions(0, texts, p, q, logits)), p, q, logits
 
 
 @pytest.mark.parametrize("sampling", [HOT, GREEDY])

@@ -12,7 +12,7 @@ import pytest
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.prompts import Chat, Prompt
 from draftsmith.eval import remarks
-from draftsmith.eval.bootstrap import PromptSums, estimate, resample_groups, resamples, signs
+from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, signs
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.results import Results
@@ -89,10 +89,10 @@ def test_copies_change_no_interval_no_count_and_no_sign():
     rates = np.random.default_rng(1).uniform(0.2, 0.5, 8)
     once = PromptSums(rates * 20, np.full(8, 20.0))
     copied = PromptSums(np.tile(rates * 20, 10), np.full(80, 20.0))
-    of_eight = estimate(once, resamples(8, 500, 3))
-    of_eighty = estimate(copied, resample_groups(list(range(8)) * 10, 500, 3))
+    of_eight = estimate(once, resamples(range(8), 500, 3))
+    of_eighty = estimate(copied, resamples(list(range(8)) * 10, 500, 3))
     assert of_eighty == pytest.approx(of_eight) and of_eighty["n"] == 8
-    assert estimate(copied, resample_groups([0] * 80, 500, 3))["low"] is None
+    assert estimate(copied, resamples([0] * 80, 500, 3))["low"] is None
     gain = {"value": 0.1, "low": 0.005, "high": 0.195}
     assert signs([gain | {"n": 80}]) == [1] and signs([of_eighty]) == [1]
 
@@ -110,9 +110,9 @@ def test_ten_copies_of_eight_prompts_cover_the_truth_as_often_as_the_eight():
         rows = PromptSums(rates * 20, np.full(80, 20.0))
         groups = np.arange(8).repeat(10).tolist()
         found = {
-            "eight": estimate(once, resamples(8, 300, trial)),
-            "copies": estimate(rows, resample_groups(groups, 300, trial)),
-            "rows": estimate(rows, resamples(80, 300, trial)),
+            "eight": estimate(once, resamples(range(8), 300, trial)),
+            "copies": estimate(rows, resamples(groups, 300, trial)),
+            "rows": estimate(rows, resamples(range(80), 300, trial)),
         }
         for name, each in found.items():
             assert each["low"] is not None and each["high"] is not None

@@ -123,7 +123,9 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
         runs = [
             PromptSums(tokens, 0.01 * tokens * np.exp(rng.normal(0, 0.15, 8))) for _ in range(3)
         ]
-        speedups: list[Any] = [quotient(run, alone, resamples(8, 400, trial)) for run in runs]
+        speedups: list[Any] = [
+            quotient(run, alone, resamples(range(8), 400, trial)) for run in runs
+        ]
         said += _pays(speedups, int(np.argmax([each["value"] for each in speedups]))) is True
     assert said / 250 <= 0.045
 

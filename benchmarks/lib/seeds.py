@@ -5,6 +5,7 @@ Legend: P prompts, R resamples, S seeds.
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from statistics import NormalDist
 
 import numpy as np
@@ -19,6 +20,15 @@ from draftsmith.eval.bootstrap import (
     pooled_ratios,
 )
 from draftsmith.eval.schema import Estimate
+
+
+def pool_resamples(parts: Sequence[Resamples]) -> Resamples:
+    """Put suites side by side: each keeps its own resamples (stratified), their prompts are
+    pooled.
+    """
+    weights_RP = np.concatenate([part.weights_RP for part in parts], axis=1)
+    sizes = chain.from_iterable(part.sizes for part in parts)
+    return Resamples(weights_RP, tuple(sizes))
 
 
 def pool_sums(parts: Sequence[PromptSums]) -> PromptSums:

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lib.pages import gap, table
-from benchmarks.lib.seeds import difference_over_seeds, pool_sums, two_level
+from benchmarks.lib.seeds import difference_over_seeds, pool_resamples, pool_sums, two_level
 from draftsmith.core.io import JsonObject
 from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import (
     PromptSums,
     Resamples,
     interval,
-    pool_resamples,
     pooled_ratios,
     resamples,
 )
@@ -101,7 +100,7 @@ def _gain(seeds: Sequence[PromptSums], base: PromptSums) -> float:
 
 def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:
     """The resamples of a set, the same for every draft."""
-    return resamples(len(sums.numerator_P), count, row_seed(0, name) % 2**32)
+    return resamples(range(len(sums.numerator_P)), count, row_seed(0, name) % 2**32)
 
 
 def document_of(

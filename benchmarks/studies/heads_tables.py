@@ -6,10 +6,10 @@ from operator import itemgetter
 from typing import Any
 
 from benchmarks.lib.pages import table
-from benchmarks.lib.seeds import estimate_of_mean, pool_sums
+from benchmarks.lib.seeds import estimate_of_mean, pool_resamples, pool_sums
 from benchmarks.studies.real_tables import NAMES
 from draftsmith.core.sampling import row_seed
-from draftsmith.eval.bootstrap import PromptSums, pool_resamples, resamples
+from draftsmith.eval.bootstrap import PromptSums, resamples
 from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 
@@ -42,7 +42,7 @@ def heads(results: Results, first: str) -> list[str]:
         ]
         sizes = [len(above(part)) for part in parts[0]]
         picks = [
-            resamples(size, 2000, row_seed(0, name) % 2**32)
+            resamples(range(size), 2000, row_seed(0, name) % 2**32)
             for size, name in zip(sizes, domains, strict=True)
         ]
         text = with_interval(

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.lib.pages import table
-from benchmarks.lib.seeds import estimate_of_mean, pool_sums
+from benchmarks.lib.seeds import estimate_of_mean, pool_resamples, pool_sums
 from benchmarks.studies import frontier_tables, real_figures
-from draftsmith.eval.bootstrap import pool_resamples
 from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Row

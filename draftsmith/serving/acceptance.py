@@ -37,7 +37,7 @@ from draftsmith.eval.bootstrap import (
     estimate,
     interval,
     pooled_ratios,
-    resample_groups,
+    resamples,
 )
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.remarks import of_groups
@@ -95,7 +95,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
     case = _case(server, pair, asked, sampling)
     groups = groups_of([each.prompt for each in asked])
-    picks = resample_groups(groups, _RESAMPLES, seed=0)
+    picks = resamples(groups, _RESAMPLES, seed=0)
     emitted = [len(answer.output_ids) - 1 for answer in answers]
     counted = PromptSums.of(emitted, [answer.calls for answer in answers])
     predicted = replay(case, tokens)

@@ -6,6 +6,7 @@ Legend: P prompts, D depths, N positions, V vocabulary.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -156,15 +157,7 @@ def log_likelihoods(case: Case, penalties: Sequence[Penalty]) -> list[float]:
 
 def _likelihood(at: Positions) -> dict[str, list[float]]:
     """Sum over each text p(x), and its expectation under p, sum_x p(x)^2."""
-    tokens = [at.texts[row].output_ids[n] for row, n in at.places]
+    tokens = list(chain.from_iterable(text.output_ids for text in at.texts))
     x_N = torch.tensor(tokens, device=at.p_NV.device)
-    rows_N = torch.tensor([row for row, _ in at.places])
-
-    def total(values_N: Tensor) -> list[float]:
-        sums_B = torch.zeros(len(at.texts), dtype=torch.double)
-        sums_B.index_add_(0, rows_N, values_N.double().cpu())
-        return sums_B.tolist()
-
     own_N = at.p_NV.gather(1, x_N[:, None])[:, 0]
-    expected_N = at.p_NV.square().sum(1)
-    return {"own": total(own_N), "expected": total(expected_N)}
+    return {"own": at.sums(own_N), "expected": at.sums(at.p_NV.square().sum(1))}

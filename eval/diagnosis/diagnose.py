@@ -3,10 +3,8 @@
 Legend: N positions, V vocabulary, K candidates in the draft's order, B bins of confidence.
 """
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,7 +46,6 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     alpha_N = acceptance(at.p_NV, at.q_NV).clamp(max=1.0)
     nats_N = torch.special.entr(at.p_NV).sum(-1)
     entropy_N = (nats_N / torch.log(torch.tensor(2.0))).abs()
-    lengths = [len(text.output_ids) for text in at.texts]
     count = min(CANDIDATES, at.p_NV.shape[1])
     belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
     p_NK = at.p_NV.gather(1, ids_NK)
@@ -58,25 +55,20 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     more_NK = last_N1.expand(-1, CANDIDATES - count)
     best_NK = torch.cat([best_NK, more_NK], dim=1).clamp(max=1.0)
     confidence_NB3 = _by_confidence(belief_NK, p_NK, at.q_NV.gather(1, ids_NK))
-    everywhere = list(range(len(at.places)))
-    counts = [0 if sampling.greedy else DRAWN_POSITIONS] * len(at.texts)
-    u_K = drawn_at(at.texts, counts, (CANDIDATES,), "diagnosis", seed)
+    most = 0 if sampling.greedy else DRAWN_POSITIONS
     drawn = []
-    if not sampling.greedy:
-        chosen = [n for n in everywhere if at.places[n] in u_K]
-        drawn_NK = torch.zeros(0, CANDIDATES)
-        if chosen:
-            drawn_for = [u_K[at.places[n]] for n in chosen]
-            u_NK = torch.stack(drawn_for).to(at.p_NV.device)
-            drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK)
-        drawn = _sums_by_text(at, chosen, drawn_NK)
+    if most:
+        counts = [most] * len(at.texts)
+        chosen, u_NK = drawn_at(at, counts, (CANDIDATES,), "diagnosis", seed)
+        drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK.to(at.p_NV.device))
+        drawn = at.sums(drawn_NK, chosen)
     return Diagnosis(
-        alpha=[part.tolist() for part in alpha_N.split(lengths)],
-        entropy=[part.tolist() for part in entropy_N.split(lengths)],
-        confidence=_sums_by_text(at, everywhere, confidence_NB3),
-        best=_sums_by_text(at, everywhere, best_NK),
+        alpha=[part.tolist() for part in alpha_N.split(at.lengths)],
+        entropy=[part.tolist() for part in entropy_N.split(at.lengths)],
+        confidence=at.sums(confidence_NB3),
+        best=at.sums(best_NK),
         drawn=drawn,
-        drawn_count=[sum(row == b for row, _ in u_K) for b in range(len(at.texts))],
+        drawn_count=[min(most, length) for length in at.lengths],
     )
 
 
@@ -86,15 +78,6 @@ def _by_confidence(belief_NK: Tensor, p_NK: Tensor, q_NK: Tensor) -> Tensor:
     values_NK3 = torch.stack([q_NK, q_NK * belief_NK, q_NK * p_NK], dim=-1).double()
     sums_NB3 = values_NK3.new_zeros(len(belief_NK), BINS, 3)
     return sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)
-
-
-def _sums_by_text(at: Positions, chosen: Sequence[int], values: Tensor) -> list[Any]:
-    """Sum values of chosen positions over each text."""
-    sums = np.zeros((len(at.texts), *values.shape[1:]))
-    rows = [at.places[n][0] for n in chosen]
-    np.add.at(sums, rows, values.cpu().numpy())
-    as_lists: list[Any] = sums.tolist()
-    return as_lists
 
 
 def drawn_acceptance(p_NV: Tensor, q_NV: Tensor, u_NK: Tensor) -> Tensor:

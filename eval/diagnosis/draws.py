@@ -2,11 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from draftsmith.core.sampling import generator, row_seed, uniforms
-from draftsmith.eval.acceptance import Continuation, Place
+from draftsmith.eval.acceptance import Positions
+
+
+class Drawn(NamedTuple):
+    """Chosen positions, and uniforms for each, `[n, ...]`."""
+
+    chosen: list[int]
+    uniforms: Tensor
 
 
 def spread(length: int, count: int) -> list[int]:
@@ -16,21 +25,20 @@ def spread(length: int, count: int) -> list[int]:
 
 
 def drawn_at(
-    texts: Sequence[Continuation],
-    counts: Sequence[int],
-    shape: tuple[int, ...],
-    what: str,
-    seed: int,
-) -> dict[Place, Tensor]:
-    """Draw uniforms of a shape for `counts[text]` places spread over each text.
+    at: Positions, counts: Sequence[int], shape: tuple[int, ...], what: str, seed: int
+) -> Drawn:
+    """Choose `counts[text]` positions spread over each text, and draw uniforms of a shape there.
 
     Each text has its own stream, the same for every draft.
     """
-    drawn: dict[Place, Tensor] = {}
-    for number, text in enumerate(texts):
-        places = spread(len(text.output_ids), counts[number])
+    chosen: list[int] = []
+    values = []
+    first = 0
+    for text, length, count in zip(at.texts, at.lengths, counts, strict=True):
+        indices = spread(length, count)
         stream = generator(row_seed(seed, f"{text.id}/{what}"))
-        values = uniforms([stream], len(places) * math.prod(shape))
-        for index, place in enumerate(places):
-            drawn[number, place] = values.view(len(places), *shape)[index]
-    return drawn
+        drawn = uniforms([stream], len(indices) * math.prod(shape))
+        values.append(drawn.view(len(indices), *shape))
+        chosen += [first + index for index in indices]
+        first += length
+    return Drawn(chosen, torch.cat(values))

@@ -152,16 +152,10 @@ def root_sums(step: RootStep, counts: Sequence[int], seed: int, at: Positions) -
     """Simulate a root step at some of the positions, `counts[number]` of every text of the
     evaluation.
     """
-    size = len(at.texts)
-    sums = RootMeasurement(bound=[0.0] * size, reached=[0.0] * size, count=[0] * size)
+    counts = [min(pair) for pair in zip(counts[at.start :], at.lengths, strict=False)]
     shape = (TRIALS, step.uniforms)
-    drawn = drawn_at(at.texts, counts[at.start :], shape, f"headroom/{step.name}", seed)
-    if chosen := [n for n, place in enumerate(at.places) if place in drawn]:
-        u_NTU = torch.stack([drawn[at.places[n]] for n in chosen])
-        bound_N, reached_N = root_acceptance(step, at.p_NV[chosen], at.q_NV[chosen], u_NTU)
-        for n, bound, reached in zip(chosen, bound_N.tolist(), reached_N.tolist(), strict=True):
-            row = at.places[n][0]
-            sums["bound"][row] += bound
-            sums["reached"][row] += reached
-            sums["count"][row] += 1
-    return sums
+    chosen, u_NTU = drawn_at(at, counts, shape, f"headroom/{step.name}", seed)
+    bound_N, reached_N = root_acceptance(step, at.p_NV[chosen], at.q_NV[chosen], u_NTU)
+    return RootMeasurement(
+        bound=at.sums(bound_N, chosen), reached=at.sums(reached_N, chosen), count=counts
+    )

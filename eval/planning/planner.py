@@ -25,7 +25,7 @@ from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, depth_limit
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resample_groups
+from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from draftsmith.eval.estimate import read_traces
 from draftsmith.eval.groups import groups_of
@@ -160,7 +160,7 @@ class Expected:
 
     def row(self, candidate: Predicted, seed: int) -> dict[str, Any]:
         """A candidate as JSON, with its predicted tau."""
-        picks = resample_groups(self.groups, 500, row_seed(seed, "plan/tau"))
+        picks = resamples(self.groups, 500, row_seed(seed, "plan/tau"))
         verifier = default_verifier(candidate.shape)
         tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
         return candidate_row(candidate) | {"step_s": candidate.step_s, "tau": tau}
@@ -410,7 +410,7 @@ class Planner:
             if least_s >= CONFIRM_S or not self.within(1.0):
                 break
         timed = sum(second > 0 for second in timings[0].seconds)
-        picks = resample_groups(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
+        picks = resamples(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
         alone = timings[0].sums(timed)
         rows: list[dict[str, Any]] = [
             {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
