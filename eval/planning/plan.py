@@ -8,13 +8,13 @@ interleaved, and the fastest is the plan. The best of several noisy timings is b
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from draftsmith.core.io import write_json_atomic
 from draftsmith.core.options import configured
-from draftsmith.core.progress import Advance, progress
+from draftsmith.core.progress import progress
 from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import resolve_sampling, sampling_options
@@ -23,7 +23,6 @@ from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import kind_of
 from draftsmith.eval import remarks
-from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
@@ -37,11 +36,7 @@ from draftsmith.eval.planning.planner import (
     Confirmed,
     Expected,
     Planner,
-    Predicted,
-    Timed,
-    candidate_row,
 )
-from draftsmith.eval.planning.step_costs import fit
 from draftsmith.eval.suites import load
 
 SCHEMA_VERSION = 1
@@ -53,73 +48,33 @@ FINALISTS = 3
 LISTED = 20
 
 
-@dataclass(frozen=True)
-class _Ranking:
-    """Static trees ranked by acceptance and the costs of a step."""
-
-    texts: list[Continuation]
-    ranks: int
-    rounds: dict[str, list[float]]
-    expected: Expected
-    static: list[Predicted]
-
-
-@dataclass(frozen=True)
-class _Findings:
-    """What the steps of a plan found. ranking: None if all trees are timed."""
-
-    ranking: _Ranking | None
-    tried: list[Timed]
-    not_tried: list[dict[str, str]]
-    finalists: list[Candidate]
-    confirmed: Confirmed
-
-
 def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
     """Return the plan as JSON, without the names of the models and the machine."""
     steps = STEPS + RANKING_STEPS * planner.predicts
     with progress("plan", steps) as advance:
-        ranking = _rank(planner, advance) if planner.predicts else None
+        expected = planner.expect(advance) if planner.predicts else None
+        static = expected.candidates if expected else []
         advance(1, "trees that can only be tried")
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
-        finalists = _finalists([*(ranking.static if ranking else ()), *tried])
-        confirmed = planner.confirm(finalists, confirm_batches)
-    findings = _Findings(
-        ranking=ranking,
-        tried=tried,
-        not_tried=not_tried,
-        finalists=finalists,
-        confirmed=confirmed,
-    )
-    return plan_document(planner, findings)
+        confirmed = planner.confirm(_finalists([*static, *tried]), confirm_batches)
+    candidates = [expected.row(each) for each in static[:LISTED]] if expected else []
+    candidates += [candidate.row() for candidate in tried]
+    trees = {"candidates": candidates, "not_tried": not_tried}
+    return plan_document(planner, expected, trees, confirmed)
 
 
-def _rank(planner: Planner, advance: Advance) -> _Ranking:
-    advance(1, "the target's answers")
-    texts = planner.answers()
-    advance(1, "acceptance")
-    traces = planner.traces(texts)
-    ranks = planner.ranks(texts)
-    advance(1, "costs of a step")
-    rounds = planner.time_steps(texts)
-    groups = planner.groups[: len(texts)]
-    expected = Expected(planner.sampling, traces, fit(rounds), groups)
-    advance(1, "choosing")
-    return _Ranking(texts, ranks, rounds, expected, planner.choose(expected, ranks))
-
-
-def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
-    """Write the plan as JSON."""
-    rates = [row["tokens_per_s"] for row in found.confirmed.rows[1:]]
-    speedups = [row["speedup"] for row in found.confirmed.rows[1:]]
+def plan_document(
+    planner: Planner, expected: Expected | None, trees: dict[str, Any], confirmed: Confirmed
+) -> dict[str, Any]:
+    """Write the plan as JSON. expected: None if all trees are timed."""
+    rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
+    speedups = [row["speedup"] for row in confirmed.rows[1:]]
     best = rates.index(max(rates))
-    speedup = speedups[best]
-    winner = found.finalists[best]
+    winner = confirmed.finalists[best]
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
-    ranking = found.ranking
-    rounds = (ranking.rounds if ranking else {}) | {"confirmed": found.confirmed.alone_s}
+    rounds = (expected.rounds if expected else {}) | {"confirmed": confirmed.alone_s}
     for seconds in rounds.values():
         noise += [second / median(seconds) for second in seconds]
     load = [planner.load, os.getloadavg()[0]]
@@ -129,36 +84,32 @@ def plan_document(planner: Planner, found: _Findings) -> dict[str, Any]:
     # A busy machine's clock speaks neither for a draft nor against it.
     pays = None if busy else _pays(speedups, best)
     noted = remarks.of_target(str(planner.target.name_or_path), planner.target)
-    noted += remarks.of_groups({"timed": planner.batch_groups(found.confirmed.batches)}) + busy
+    noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)}) + busy
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
-    if ranking and planner.model is not None and not busy and pays is not False:
+    if expected and planner.model is not None and not busy and pays is not False:
         # Slots that see each other draft something else in a shorter block.
         whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
         lengths = range(planner.depth if whole else 1, planner.depth + 1)
-        engines = engine_rows(kind_of(planner.model), ranking.expected, lengths)
-    candidates = [candidate_row(candidate) for candidate in found.tried]
-    if ranking:
-        listed = ranking.static[:LISTED]
-        candidates = [ranking.expected.row(each, planner.seed) for each in listed] + candidates
+        engines = engine_rows(kind_of(planner.model), expected, lengths)
+    texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": _written(winner),
         "name": winner.name,
         "verifier": planner.verifier(winner.shape),
         "pays": pays,
-        "speedup": speedup,
+        "speedup": speedups[best],
         "sampling": asdict(planner.sampling),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
-        "prompts": len(ranking.texts if ranking else planner.prompts),
+        "prompts": len(texts or planner.prompts),
         "prompt_groups": planner.groups,
-        "positions": sum(len(row.output_ids) for row in ranking.texts) if ranking else None,
-        "ranks": ranking.ranks if ranking else None,
-        "costs": {**(asdict(ranking.expected.costs) if ranking else {}), "rounds": rounds},
-        "candidates": candidates,
-        "not_tried": found.not_tried,
-        "confirmed": found.confirmed.rows,
+        "positions": sum(len(row.output_ids) for row in texts) if expected else None,
+        "ranks": planner.ranks(texts) if expected else None,
+        "costs": {**(asdict(expected.costs) if expected else {}), "rounds": rounds},
+        **trees,
+        "confirmed": confirmed.rows,
         "engines": engines,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in noted],

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import counted
 from draftsmith.core.models import eos_ids, vocabulary_size
+from draftsmith.core.progress import Advance
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
@@ -32,8 +34,9 @@ from draftsmith.eval.groups import groups_of
 from draftsmith.eval.measuring import answers
 from draftsmith.eval.method import OWN_TREE, Method, shape_of
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
-from draftsmith.eval.planning.step_costs import Costs, time_shapes
+from draftsmith.eval.planning.step_costs import Costs, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
+from draftsmith.eval.schema import Estimate
 
 # Most nodes and levels of a tree that is chosen.
 NODES = 64
@@ -89,14 +92,16 @@ LIMIT_S = 900.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tree that may be best. `spec` is None for a tree without a name; `rate` is in tokens per
-    second.
+    """A tree that may be best. spec: None for a tree without a name. rate: tokens per second.
+    step_s: of a tree whose rate follows from acceptance and the costs of a step; None if steps vary
+    in size or cost, so that its rate was timed on a few prompts.
     """
 
     family: str
     spec: str | None
     shape: TreeShape
     rate: float
+    step_s: float | None = None
 
     @property
     def name(self) -> str:
@@ -104,28 +109,15 @@ class Candidate:
         size = f"{counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
         return self.spec or f"static, {size}"
 
-
-@dataclass(frozen=True)
-class Predicted(Candidate):
-    """A static tree, whose rate follows from acceptance and the costs of a step."""
-
-    shape: Tree
-    step_s: float
-
-
-class Timed(Candidate):
-    """A tree whose steps vary in size or cost, so that its rate was timed on a few prompts."""
-
-
-def candidate_row(candidate: Candidate) -> dict[str, Any]:
-    """A candidate as JSON. A tree that was timed has no predicted tau."""
-    return {
-        "family": candidate.family,
-        "tree": candidate.name,
-        "tokens_per_s": candidate.rate,
-        "step_s": None,
-        "tau": None,
-    }
+    def row(self, tau: Estimate | None = None) -> dict[str, Any]:
+        """The candidate as JSON. A tree that was timed has no predicted tau."""
+        return {
+            "family": self.family,
+            "tree": self.name,
+            "tokens_per_s": self.rate,
+            "step_s": self.step_s,
+            "tau": tau,
+        }
 
 
 class Ran(NamedTuple):
@@ -137,53 +129,12 @@ class Ran(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expected:
-    """Predictions for static trees, from one forward over the target's answers. groups: of the
-    prompts that were answered.
-    """
-
-    sampling: Sampling
-    traces: Traces
-    costs: Costs
-    groups: Sequence[int]
-
-    def tokens_per_call(self, tree: Tree, verifier: str) -> PromptSums:
-        """Tokens of every text over its predicted target calls."""
-        counts = predict(tree, verifier, self.sampling, self.traces)
-        assert counts is not None
-        return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
-
-    def rate(self, tree: Tree, verifier: str) -> tuple[float, float]:
-        """Tokens per second, and per step."""
-        tau = self.tokens_per_call(tree, verifier).pooled or 0.0
-        return tau / self.costs.step(tree), tau
-
-    def row(self, candidate: Predicted, seed: int) -> dict[str, Any]:
-        """A candidate as JSON, with its predicted tau."""
-        picks = resamples(self.groups, 500, row_seed(seed, "plan/tau"))
-        verifier = default_verifier(candidate.shape)
-        tau = estimate(self.tokens_per_call(candidate.shape, verifier), picks)
-        return candidate_row(candidate) | {"step_s": candidate.step_s, "tau": tau}
-
-
-@dataclass
-class _Timing:
-    """Tokens and seconds of a decoder on every batch, rounds added up."""
-
-    decoder: SpeculativeDecoder
-    tokens: list[float]
-    seconds: list[float]
-
-    def sums(self, batches: int) -> PromptSums:
-        return PromptSums.of(self.tokens[:batches], self.seconds[:batches])
-
-
-@dataclass(frozen=True)
 class Confirmed:
     """The target alone and the finalists by the clock, as JSON. `alone_s`: the target's seconds per
     token, run by run. batches: how many were timed.
     """
 
+    finalists: Sequence[Candidate]
     rows: list[dict[str, Any]]
     alone_s: list[float]
     batches: int
@@ -336,35 +287,11 @@ class Planner:
             trees_fit=self.trees_fit,
         )
 
-    def choose(self, expected: Expected, ranks: int) -> list[Predicted]:
-        """Predict the rate of static trees, fastest first."""
-        traces = expected.traces
-        runs = JointRuns(chances(ranks, "mcsd", self.sampling, traces), traces.lengths_P)
-        candidates: dict[Tree, Predicted] = {}
-
-        def add(family: str, spec: str | None, tree: Tree) -> None:
-            if tree not in candidates:
-                step_s = expected.costs.step(tree)
-                rate = self.batch_size * runs.length(tree) / step_s
-                candidates[tree] = Predicted(family, spec, tree, rate, step_s)
-
-        for levels in range(1, self.depth + 1):
-            add("chain", f"chain:{levels}", kary((1,) * levels))
-        if not self.trees_fit:
-            return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
-        for spec, tree in kary_space(NODES, self.depth, ranks).items():
-            add("kary", spec, tree)
-        for levels in range(2, self.depth + 1):
-            for tree in runs.grow(NODES, levels):
-                if not tree.is_chain:
-                    add("grown", None, tree)
-        return sorted(candidates.values(), key=lambda candidate: -candidate.rate)
-
-    def try_trees(self) -> tuple[list[Timed], list[dict[str, str]]]:
+    def try_trees(self) -> tuple[list[Candidate], list[dict[str, str]]]:
         """Time the trees of `tried` on a few prompts. Return also the skipped trees with the
         reason.
         """
-        candidates: list[Timed] = []
+        candidates: list[Candidate] = []
         not_tried = []
         batches = self.batches(TRY_PROMPTS)
         for spec in tried(self.draft):
@@ -381,7 +308,7 @@ class Planner:
             self.run(decoder, batches[0], 4, ends=False)  # warm-up
             runs = [self.run(decoder, batch, TRY_TOKENS, ends=True) for batch in batches]
             rate = sum(ran.tokens for ran in runs) / sum(ran.seconds for ran in runs)
-            candidates.append(Timed(_family(spec), spec, shape, rate))
+            candidates.append(Candidate(_family(spec), spec, shape, rate))
         return candidates, not_tried
 
     def confirm(self, finalists: Sequence[Candidate], count: int) -> Confirmed:
@@ -389,34 +316,33 @@ class Planner:
         order, until each has run `CONFIRM_S`.
         """
         batches = self.batches(count)
-        timings = []
-        for shape in [None, *(finalist.shape for finalist in finalists)]:
-            decoder = self.decoder(shape)
+        decoders = [self.decoder(None)]
+        decoders += [self.decoder(finalist.shape) for finalist in finalists]
+        for decoder in decoders:
             self.run(decoder, batches[0], 8, ends=False)  # warm-up
-            timings.append(_Timing(decoder, [0.0] * len(batches), [0.0] * len(batches)))
+        tokens_MB = np.zeros((len(decoders), len(batches)))
+        seconds_MB = np.zeros_like(tokens_MB)
         alone_s: list[float] = []
         for round_ in range(CONFIRM_ROUNDS):
             for index, batch in enumerate(batches):
                 if alone_s and not self.within(1.0):
                     break
-                turn = (round_ + index) % len(timings)
-                for timing in timings[turn:] + timings[:turn]:
-                    ran = self.run(timing.decoder, batch, self.max_new_tokens, ends=True)
-                    timing.tokens[index] += ran.tokens
-                    timing.seconds[index] += ran.seconds
-                    if timing is timings[0]:
+                for turn in range(len(decoders)):
+                    method = (round_ + index + turn) % len(decoders)
+                    ran = self.run(decoders[method], batch, self.max_new_tokens, ends=True)
+                    tokens_MB[method, index] += ran.tokens
+                    seconds_MB[method, index] += ran.seconds
+                    if method == 0:
                         alone_s.append(ran.seconds / ran.tokens)
-            least_s = min(sum(timing.seconds) for timing in timings)
-            if least_s >= CONFIRM_S or not self.within(1.0):
+            if seconds_MB.sum(1).min() >= CONFIRM_S or not self.within(1.0):
                 break
-        timed = sum(second > 0 for second in timings[0].seconds)
+        timed = int((seconds_MB[0] > 0).sum())
         picks = resamples(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
-        alone = timings[0].sums(timed)
+        alone, *others = map(PromptSums, tokens_MB[:, :timed], seconds_MB[:, :timed])
         rows: list[dict[str, Any]] = [
             {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
         ]
-        for finalist, timing in zip(finalists, timings[1:], strict=True):
-            sums = timing.sums(timed)
+        for finalist, sums in zip(finalists, others, strict=True):
             row = {
                 "tree": finalist.name,
                 "tokens_per_s": sums.pooled,
@@ -425,7 +351,78 @@ class Planner:
                 "family": finalist.family,
             }
             rows.append(row)
-        return Confirmed(rows, alone_s, timed)
+        return Confirmed(finalists, rows, alone_s, timed)
+
+    def expect(self, advance: Advance) -> "Expected":
+        """Read and time what static trees are ranked by."""
+        advance(1, "the target's answers")
+        texts = self.answers()
+        advance(1, "acceptance")
+        traces = self.traces(texts)
+        advance(1, "costs of a step")
+        rounds = self.time_steps(texts)
+        advance(1, "choosing")
+        return Expected(self, texts, traces, rounds)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Predictions for static trees, from one forward over the target's answers and the seconds of
+    steps.
+    """
+
+    planner: Planner
+    texts: Sequence[Continuation]
+    traces: Traces
+    rounds: dict[str, list[float]]
+
+    @cached_property
+    def costs(self) -> Costs:
+        return fit(self.rounds)
+
+    def tokens_per_call(self, tree: TreeShape, verifier: str) -> PromptSums:
+        """Tokens of every text over its predicted target calls."""
+        counts = predict(tree, verifier, self.planner.sampling, self.traces)
+        assert counts is not None
+        return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
+
+    def rate(self, tree: Tree, verifier: str) -> tuple[float, float]:
+        """Tokens per second, and per step."""
+        tau = self.tokens_per_call(tree, verifier).pooled or 0.0
+        return tau / self.costs.step(tree), tau
+
+    def row(self, candidate: Candidate) -> dict[str, Any]:
+        """A candidate as JSON, with its predicted tau."""
+        groups = self.planner.groups[: len(self.texts)]
+        picks = resamples(groups, 500, row_seed(self.planner.seed, "plan/tau"))
+        verifier = default_verifier(candidate.shape)
+        return candidate.row(estimate(self.tokens_per_call(candidate.shape, verifier), picks))
+
+    @cached_property
+    def candidates(self) -> list[Candidate]:
+        """Static trees with their predicted rates, fastest first."""
+        planner = self.planner
+        ranks = planner.ranks(self.texts)
+        chances_DKPL = chances(ranks, "mcsd", planner.sampling, self.traces)
+        runs = JointRuns(chances_DKPL, self.traces.lengths_P)
+        found: dict[Tree, Candidate] = {}
+
+        def add(family: str, spec: str | None, tree: Tree) -> None:
+            if tree not in found:
+                step_s = self.costs.step(tree)
+                rate = planner.batch_size * runs.length(tree) / step_s
+                found[tree] = Candidate(family, spec, tree, rate, step_s)
+
+        for levels in range(1, planner.depth + 1):
+            add("chain", f"chain:{levels}", kary((1,) * levels))
+        if planner.trees_fit:
+            for spec, tree in kary_space(NODES, planner.depth, ranks).items():
+                add("kary", spec, tree)
+            for levels in range(2, planner.depth + 1):
+                for tree in runs.grow(NODES, levels):
+                    if not tree.is_chain:
+                        add("grown", None, tree)
+        return sorted(found.values(), key=lambda candidate: -candidate.rate)
 
 
 def _family(spec: str) -> str:
