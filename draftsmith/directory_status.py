@@ -43,10 +43,12 @@ class Held:
 
     def lines(self) -> list[str]:
         """Return it in words."""
-        shown = [f"{self.path}: {self.holds}, {self.state}; {self.facts}"]
-        if self.made_by is not None:
-            shown.append(f"  made by: {self.made_by}")
-        return [*shown, f"  next:    {self.following}"]
+        made_by = [] if self.made_by is None else [f"  made by: {self.made_by}"]
+        return [
+            f"{self.path}: {self.holds}, {self.state}; {self.facts}",
+            *made_by,
+            f"  next:    {self.following}",
+        ]
 
 
 def status(config: StatusConfig | None = None, **options: Any) -> JsonObject:
@@ -78,7 +80,7 @@ def look(directory: str) -> list[Held]:
 
 def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[Held]:
     """whole: the alignment that this directory is a part of."""
-    for kind, read in KINDS.items():
+    for read in (_alignment, _distilled_set, _draft, _evaluation):
         held = read(directory)
         if held is None:
             continue
@@ -87,7 +89,7 @@ def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[H
             facts = f"{held.facts}; part of the alignment {whole.path}"
             held = replace(held, facts=facts, made_by=whole.made_by, following=whole.following)
         yield held
-        if kind != "alignment":
+        if read is not _alignment:
             return
         whole = held
     if depth:
@@ -100,19 +102,14 @@ def _alignment(directory: Path) -> Held | None:
     file = directory / "align.yaml"
     if not file.is_file():
         return None
-    finished = (directory / "eval" / "report.html").is_file()
-    following = f"open {directory / 'eval' / 'report.html'}"
+    report = directory / "eval" / "report.html"
+    facts = f"its options are in {file}"
     again = shlex.join(["draftsmith", "align", "--config", str(file), "--out", str(directory)])
     parts = [inner for inner in directory.iterdir() if inner.is_dir()]
-    state = _state([directory, *parts], finished)
-    return Held(
-        path=str(directory),
-        holds="an alignment",
-        state=state,
-        facts=f"its options are in {file}",
-        made_by=again,
-        following=following if state == "finished" else _go_on(state, again),
-    )
+    begun = _unfinished(directory, "an alignment", facts, again, parts)
+    if begun.state == "running" or not report.is_file():
+        return begun
+    return Held(str(directory), "an alignment", "finished", facts, again, f"open {report}")
 
 
 def _distilled_set(directory: Path) -> Held | None:
@@ -127,13 +124,10 @@ def _distilled_set(directory: Path) -> Held | None:
         out = words[words.index("--out") + 1] if "--out" in words else str(directory)
         target = place_now(made["config"]["target"], out, str(directory))
         train = ["draftsmith", "train", "--data", str(directory), "--target", target]
+        facts = f"{made['counts']['rows']} rows, {made['response_tokens']} response tokens"
+        following = f"{shlex.join(train)} --draft DRAFT --out OUT"
         return Held(
-            path=str(directory),
-            holds="a distilled set",
-            state="finished",
-            facts=f"{made['counts']['rows']} rows, {made['response_tokens']} response tokens",
-            made_by=made["command"],
-            following=f"{shlex.join(train)} --draft DRAFT --out OUT",
+            str(directory), "a distilled set", "finished", facts, made["command"], following
         )
     begun = _identity(directory, "run.json")
     if "prompts" not in begun:
@@ -151,13 +145,10 @@ def _draft(directory: Path) -> Held | None:
         out = made.get("config", {}).get("out", str(directory))
         words = ["draftsmith", "eval", "--draft", str(directory)]
         words += ["--target", place_now(target, out, str(directory))]
+        holds = f"a draft ({made['kind'].removeprefix('draft-')})"
+        following = f"{shlex.join(words)} --id PROMPTS --out OUT"
         return Held(
-            path=str(directory),
-            holds=f"a draft ({made['kind'].removeprefix('draft-')})",
-            state="finished",
-            facts=_figures(made),
-            made_by=made.get("command"),
-            following=f"{shlex.join(words)} --id PROMPTS --out OUT",
+            str(directory), holds, "finished", _figures(made), made.get("command"), following
         )
     begun = _identity(directory, "run/run.json")
     if not begun:
@@ -191,14 +182,10 @@ def _evaluation(directory: Path) -> Held | None:
         if "schema_version" not in results:
             return None
         require_keys(results, ["drafts", "provenance"], file)
-        return Held(
-            path=str(directory),
-            holds="an evaluation",
-            state="finished",
-            facts=f"of {', '.join(results['drafts'])}",
-            made_by=results["provenance"]["command"],
-            following=f"open {directory / 'report.html'}",
-        )
+        drafts = f"of {', '.join(results['drafts'])}"
+        following = f"open {directory / 'report.html'}"
+        made_by = results["provenance"]["command"]
+        return Held(str(directory), "an evaluation", "finished", drafts, made_by, following)
     cells = len(list(directory.glob("cells/*.json")))
     if not cells:
         return None
@@ -206,23 +193,17 @@ def _evaluation(directory: Path) -> Held | None:
     return _unfinished(directory, "an evaluation", kept, None)
 
 
-def _unfinished(directory: Path, holds: str, facts: str, again: str | None) -> Held:
-    """Describe what a run left; again: the command that continues it, None if it is unknown."""
-    state = _state([directory], finished=False)
-    return Held(
-        path=str(directory),
-        holds=holds,
-        state=state,
-        facts=facts,
-        made_by=again,
-        following=_go_on(state, again),
-    )
+def _unfinished(
+    directory: Path, holds: str, facts: str, again: str | None, parts: Sequence[Path] = ()
+) -> Held:
+    """Describe what a run left, which holds the directory or one of its parts while it runs.
 
-
-def _go_on(state: State, again: str | None) -> str:
-    if state == "running":
-        return "wait for it"
-    return again or "run the command that began it again; what is finished is kept"
+    again: the command that continues it, None if it is unknown.
+    """
+    if any(holder(held) is not None for held in (directory, *parts)):
+        return Held(str(directory), holds, "running", facts, again, "wait for it")
+    following = again or "run the command that began it again; what is finished is kept"
+    return Held(str(directory), holds, "unfinished", facts, again, following)
 
 
 def _identity(directory: Path, name: str) -> JsonObject:
@@ -243,18 +224,3 @@ def _identity(directory: Path, name: str) -> JsonObject:
     places = {key: now(value) for key, value in record["places"].items()}
     config: JsonObject = record["identity"]["config"] | places | {"out": str(directory)}
     return config
-
-
-def _state(directories: Sequence[Path], finished: bool) -> State:
-    """State of a run that holds one of these directories while it runs."""
-    if any(holder(directory) is not None for directory in directories):
-        return "running"
-    return "finished" if finished else "unfinished"
-
-
-KINDS = {
-    "alignment": _alignment,
-    "set": _distilled_set,
-    "draft": _draft,
-    "evaluation": _evaluation,
-}

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
 from draftsmith.core.options import AtLeast1, SamplingOptions, Seed, options
 from draftsmith.core.prompts import Prompt
@@ -114,16 +115,18 @@ class Output:
         text = self.text if len(self.text) <= 60 else self.text[:59] + "…"
         return f"Output({text!r}, {len(self.output_ids)} tokens, {self.finish_reason}, tau {tau})"
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> JsonObject:
         """Return the row of `draftsmith decode --out`."""
         keys = ("id", "sample_index", "prompt_ids", "output_ids", "text", "finish_reason")
-        stats: dict[str, Any] = {
-            key: getattr(self.stats, key) for key in ("target_calls", "proposed", "accepted")
+        row: JsonObject = {key: getattr(self, key) for key in keys}
+        row["stats"] = {
+            "target_calls": self.stats.target_calls,
+            "proposed": self.stats.proposed,
+            "accepted": self.stats.accepted,
+            "accepted_by_depth": list(self.stats.accepted_by_depth),
+            "seconds": self.prefill_s + self.decode_s,
         }
-        stats["accepted_by_depth"] = list(self.stats.accepted_by_depth)
-        stats["seconds"] = self.prefill_s + self.decode_s
-        row = {key: getattr(self, key) for key in keys}
-        return row | {"stats": stats}
+        return row
 
 
 @dataclass(frozen=True)
@@ -185,13 +188,11 @@ def load_pair(
     lossless). Those of transformers that mean something here, such as `device_map` and
     `torch_dtype`, are read. Raise InputError for what cannot be loaded or does not fit the target.
     """
-    drafts: Mapping[str, str] | list[str]
+    if isinstance(draft, str | os.PathLike):
+        draft = [draft]
+    drafts: Mapping[str, str] | list[str] = [os.fspath(source) for source in draft or ()]
     if isinstance(draft, Mapping):
         drafts = {name: os.fspath(source) for name, source in draft.items()}
-    elif draft is None or isinstance(draft, str | os.PathLike):
-        drafts = [] if draft is None else [os.fspath(draft)]
-    else:
-        drafts = [os.fspath(source) for source in draft]
     return Pair(load_models(os.fspath(target), drafts, **options), fast=fast, compile=compile)
 
 
@@ -397,23 +398,15 @@ class Pair:
             if proposer is None or isinstance(proposer, str):
                 decoding = self._by_name(drafts, proposer, tree, verifier, datastore)
             else:
-                decoding = self._with_proposer(drafts, proposer, tree, verifier)
+                decoder = self._decoder(proposer, tree, verifier)
+                spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
+                name = type(proposer).__name__
+                method = DraftingMethod(name, spec, decoder.tree, decoder.verifier)
+                decoding = Decoding(decoder, method, drafts)
         except ValueError as error:
             raise InputError(str(error)) from None
         self._last = key, decoding
         return decoding
-
-    def _with_proposer(
-        self,
-        drafts: dict[str, Draft],
-        proposer: Proposer,
-        tree: Written | TreeShape | None,
-        verifier: str | Verifier | None,
-    ) -> Decoding:
-        decoder = self._decoder(proposer, tree, verifier)
-        spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
-        method = DraftingMethod(type(proposer).__name__, spec, decoder.tree, decoder.verifier)
-        return Decoding(decoder, method, drafts)
 
     def _by_name(
         self,
@@ -435,10 +428,9 @@ class Pair:
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
         kind = PROPOSERS[method.proposer]
         models = list(drafts.values())
-        if kind.needs == "models":
-            drafter = kind.make(models, fast=self._fast)
-        elif kind.needs == "head":
-            drafter = kind.make(models[0], fast=self._fast)
+        if kind.needs in ("models", "head"):
+            network = models if kind.needs == "models" else models[0]
+            drafter = kind.make(network, fast=self._fast)
         else:
             drafter = kind.make(datastore)
         if method.lookup_first:

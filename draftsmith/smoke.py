@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import quiet
-from draftsmith.core.io import read_json
+from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.ranks import require_single_process
 from draftsmith.train.config import TrainConfig
 
@@ -121,7 +121,7 @@ def _write_inputs(config: TrainConfig, inputs: Path) -> None:
     (inputs / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def _shape(source: str) -> dict[str, Any]:
+def _shape(source: str) -> JsonObject:
     """What a small model keeps of a config.json, a directory, or the name of a published model."""
     name = Path(source).name.lower()
     places = (Path(source), Path(source) / "config.json")

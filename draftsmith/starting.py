@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.config import InitConfig
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import atomic_dir, check_out, checksums, write_sealed
+from draftsmith.core.io import JsonObject, atomic_dir, check_out, checksums, write_sealed
 from draftsmith.core.models import (
-    context_length,
     fingerprint,
     load_model,
     parameter_count,
@@ -53,7 +53,7 @@ _DRAWN = Sampling(temperature=1.0)
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
-def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
+def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and
     measure it.
 
@@ -70,37 +70,27 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     check_out(out)
     pair = load_models(config.target, chat_template=config.chat_template, **loading(config))
     target = pair.target
-    tokenizer = pair.tokenizer
     ability(target)  # raises InputError for a target that cannot check drafts
-    texts = answer_texts(config, target, tokenizer)
+    texts = _answers(config, pair)
     draft, notes = _make(config, pair, texts)
     used = draft
     ids_D = None
     whole = min(vocabulary_size(draft), vocabulary_size(target))
     if config.draft_vocab_size not in (None, whole):
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
-        answers = [(text.prompt_ids, text.output_ids) for text in texts]
-        if config.data:
-            rows = load_examples(config.data, tokenizer, _BLOCK).rows
-            answers = [(row["prompt_ids"], row["response_ids"]) for row in rows]
-        size = config.draft_vocab_size
-        counts = token_counts(response for _, response in answers)
-        ids_D = torch.tensor(commonest_tokens(counts, size))
-        source = "--data" if config.data else "the answers to --prompts"
-        lacks = unseen_outside(answers, size)
-        notes.append(f"tokens: drafts {size:,} of {whole:,}, the commonest of {source}; {lacks}")
+        ids_D, said = _drafted_tokens(config, config.draft_vocab_size, pair.tokenizer, texts)
+        notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}, {said}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
-    draft_cost = read_per_token(used)
-    target_cost = read_per_token(target)
-    if warning := too_costly(draft_cost, target_cost):
+    costs = {"draft_cost": read_per_token(used), "target_cost": read_per_token(target)}
+    if warning := too_costly(costs["draft_cost"], costs["target_cost"]):
         say(f"warning: {warning}")
-    figures = alphas(target, used, texts, _DRAWN)
+    figures = _alphas(target, used, texts)
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
             write_draft_vocabulary(directory, ids_D)
-        tokenizer.save_pretrained(directory)
+        pair.tokenizer.save_pretrained(directory)
         record = {
             "kind": "draft-lm",
             "target": config.target,
@@ -112,14 +102,13 @@ def init(config: InitConfig | None = None, **options: Any) -> dict[str, Any]:
     return {
         "out": str(out),
         "parameters": parameter_count(used),
-        "draft_cost": draft_cost,
-        "target_cost": target_cost,
+        **costs,
         **figures,
         "notes": notes,
     }
 
 
-def in_words(summary: dict[str, Any]) -> list[str]:
+def in_words(summary: JsonObject) -> list[str]:
     """Return what `init` prints: notes, cost, and alpha."""
     cost = summary["draft_cost"]
     share = cost / summary["target_cost"]
@@ -139,6 +128,21 @@ def in_words(summary: dict[str, Any]) -> list[str]:
             f"missing: {summary['missing_mass']:.3f} of the target's mass cannot be drafted"
         )
     return lines
+
+
+def _drafted_tokens(
+    config: InitConfig, size: int, tokenizer: Tokenizer, texts: Sequence[Continuation]
+) -> tuple[Tensor, str]:
+    """Return the commonest tokens of --data, else of the answers, and what is said of them."""
+    answers = [(text.prompt_ids, text.output_ids) for text in texts]
+    source = "the answers to --prompts"
+    if config.data:
+        rows = load_examples(config.data, tokenizer, _BLOCK).rows
+        answers = [(row["prompt_ids"], row["response_ids"]) for row in rows]
+        source = "--data"
+    counts = token_counts(response for _, response in answers)
+    ids_D = torch.tensor(commonest_tokens(counts, size))
+    return ids_D, f"the commonest of {source}; {unseen_outside(answers, size)}"
 
 
 def _make(
@@ -180,23 +184,20 @@ def _make(
     return draft, notes
 
 
-def answer_texts(
-    config: InitConfig, target: PreTrainedModel, tokenizer: Tokenizer
-) -> list[Continuation]:
+def _answers(config: InitConfig, pair: LoadedModels) -> list[Continuation]:
     """Return the target's answers to --prompts; none without."""
     if config.prompts is None:
         return []
-    room = room_for_prompts(context_length(target), config.max_new_tokens)
     read = read_prompts(
         config.prompts,
-        tokenizer,
+        pair.tokenizer,
         prompt_tokens=config.prompt_tokens,
-        max_tokens=room,
+        max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
         limit=config.max_prompts,
     )
     read.say_skipped()
     return measuring.answers(
-        target,
+        pair.target,
         read.prompts,
         _DRAWN,
         max_new_tokens=config.max_new_tokens,
@@ -205,12 +206,9 @@ def answer_texts(
     )
 
 
-def alphas(
-    target: PreTrainedModel,
-    draft: PreTrainedModel,
-    texts: Sequence[Continuation],
-    sampling: Sampling,
-) -> dict[str, Any]:
+def _alphas(
+    target: PreTrainedModel, draft: PreTrainedModel, texts: Sequence[Continuation]
+) -> JsonObject:
     """Return the number of positions, alpha under the three rules, and the mass that cannot be
     drafted. Without texts, these are None.
     """
@@ -222,6 +220,6 @@ def alphas(
     }
     if not texts:
         return {"positions": 0} | dict.fromkeys(keys)
-    sums: Any = alpha_sums(target, draft, texts, sampling, batch_size=_BATCH)
+    sums: JsonObject = {**alpha_sums(target, draft, texts, _DRAWN, batch_size=_BATCH)}
     count = sum(sums["count"])
     return {"positions": count} | {key: sum(sums[name]) / count for key, name in keys.items()}

@@ -1,13 +1,13 @@
 """The options of each stage: real configurations, made from those of `align`."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject
 from draftsmith.core.prompt_rows import NAME, parse_named
 from draftsmith.core.ranks import launched
 from draftsmith.core.settings import loading
@@ -26,7 +26,7 @@ BOTH = "both"
 _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
-def _common(config: AlignConfig) -> dict[str, Any]:
+def _common(config: AlignConfig) -> JsonObject:
     tokenizer = {"chat_template": config.chat_template, "date": config.date}
     return {"target": config.target, **tokenizer, **loading(config)}
 
@@ -53,7 +53,7 @@ def stages_of(config: AlignConfig) -> Stages:
     )
 
 
-def given(options: Mapping[str, Any]) -> dict[str, Any]:
+def given(options: JsonObject) -> JsonObject:
     """Return options without those that are open, also in groups."""
     return {
         key: given(value) if isinstance(value, dict) else value
@@ -62,7 +62,7 @@ def given(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _shared(choices: "DataclassInstance", stage: type["DataclassInstance"]) -> dict[str, Any]:
+def _shared(choices: "DataclassInstance", stage: type["DataclassInstance"]) -> JsonObject:
     """Return the options of `align` that the stage itself has."""
     known = {field.name for field in fields(stage)}
     return {key: value for key, value in given(asdict(choices)).items() if key in known}

@@ -239,7 +239,7 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     return replace(begun, **given)
 
 
-def _shown(config: AlignConfig) -> dict[str, Any]:
+def _shown(config: AlignConfig) -> JsonObject:
     """Return the options as align.yaml has them: without secrets, and what is open in no group."""
     shown = without_secrets(dataclasses.asdict(config))
     groups = {key: given(value) for key, value in shown.items() if isinstance(value, dict)}

@@ -2,10 +2,10 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.serving import Advice, advise, decode_command
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.findings import worst_set
 from draftsmith.eval.report.formats import with_interval
 from draftsmith.eval.report.tables import best_tau
@@ -14,7 +14,7 @@ from draftsmith.eval.schema import Row
 from draftsmith.eval.summary import headline_and_table
 
 
-def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
+def summary(config: AlignConfig, results: Results) -> JsonObject:
     """Return where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
     temperature = results.top_temperature
@@ -22,7 +22,7 @@ def summary(config: AlignConfig, results: Results) -> dict[str, Any]:
     tree = tau["tree"] or ""
     verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
-    shown: dict[str, Any] = {
+    shown: JsonObject = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
         "results": str(results.directory / "results.json"),
@@ -51,7 +51,7 @@ def _interval(row: Row | None) -> dict[str, float | None] | None:
     return row and {"value": row["value"], "low": row["low"], "high": row["high"]}
 
 
-def lines(shown: dict[str, Any], results: Results) -> list[str]:
+def lines(shown: JsonObject, results: Results) -> list[str]:
     """Return a summary in words: the decision, the table of figures, what was bought, how to decode
     with it, and what to serve.
     """
@@ -66,12 +66,12 @@ def lines(shown: dict[str, Any], results: Results) -> list[str]:
     ]
 
 
-def how_to_decode(shown: dict[str, Any]) -> list[str]:
+def how_to_decode(shown: JsonObject) -> list[str]:
     """Return where the best draft is, and the command that decodes with it and nothing else."""
     return [f"checkpoint: {shown['checkpoint']}", f"with this draft alone: {shown['decode']}"]
 
 
-def bought(shown: dict[str, Any], results: Results) -> list[str]:
+def bought(shown: JsonObject, results: Results) -> list[str]:
     """Return the alphas and gains of the best draft, in distribution and out of it."""
     best = shown["best"]
     temperature = shown["temperature"]

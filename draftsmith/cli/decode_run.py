@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from pydantic import TypeAdapter
 from rich.console import Console
@@ -19,7 +19,7 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError, shown
 from draftsmith.core.hub import check_source
-from draftsmith.core.io import hash_json, jsonl, write_text_atomic
+from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
 from draftsmith.core.options import identity
 from draftsmith.core.progress import progress
 from draftsmith.core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
@@ -70,16 +70,17 @@ def decode(config: DecodeConfig) -> Outcome:
         batch_size=config.batch_size,
     )
 
-    def batches(first: int) -> Iterator[list[Output]]:
+    def batches(first: int = 0) -> Iterator[list[Output]]:
         with progress("decode", len(requests), first) as advance:
             for batch in draw(requests[first:]):
                 yield batch
                 advance(len(batch), "")
 
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
+    drawn = dataclasses.asdict(sampling.sampling)
     if config.out is not None:
         settings = [
-            identity(config) | dataclasses.asdict(sampling.sampling),
+            identity(config) | drawn,
             prompts.digest,
             tokenizer_digest(pair.tokenizer),
             decoding.identity(),
@@ -87,17 +88,12 @@ def decode(config: DecodeConfig) -> Outcome:
         outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
     elif streamed:
         stream = Stream(pair.tokenizer, sys.stdout)
-        (outputs,) = draw(
-            requests, on_tokens=lambda row, ids, from_draft: stream.add(ids, from_draft)
-        )
+        (outputs,) = draw(requests, on_tokens=lambda row, ids, drafted: stream.add(ids, drafted))
         stream.close()
     else:
-        outputs = list(chain.from_iterable(batches(0)))
+        outputs = list(chain.from_iterable(batches()))
     summary = _summary(config, decoding, prompts, outputs)
-    summary |= {
-        "sampling": dataclasses.asdict(sampling.sampling),
-        "sampling_from_target": sampling.from_target,
-    }
+    summary |= {"sampling": drawn, "sampling_from_target": sampling.from_target}
     return Outcome(summary, _in_words(summary, sampling.note, streamed))
 
 
@@ -144,8 +140,8 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     decoding = pair.decoding(
         proposer=config.proposer, tree=tree, verifier=config.verifier, datastore=index
     )
-    if tree == "chain" and decoding.method is not None:
-        _say(f"--tree chain: drafts {decoding.method.tree}, which suits {decoding.method.proposer}")
+    if tree == "chain" and (chosen := decoding.method) is not None:
+        _say(f"--tree chain: drafts {chosen.tree}, which suits {chosen.proposer}")
     return pair, decoding
 
 
@@ -236,22 +232,22 @@ class Stream:
 
 def _summary(
     config: DecodeConfig, decoding: Decoding, prompts: PromptSet, outputs: list[Output]
-) -> dict[str, Any]:
+) -> JsonObject:
     method = decoding.method
     stats = sum((output.stats for output in outputs), DecodeStats())
     prefill_s = sum(output.prefill_s for output in outputs)
     decode_s = sum(output.decode_s for output in outputs)
     seconds = prefill_s + decode_s
     peak, kind = peak_memory(decoding.decoder.target.device)
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "rows": len(outputs),
         "prompts_read": prompts.rows,
         "prompts_done": len(prompts.prompts),
         "prompts_skipped": len(prompts.skipped),
         "prompts_failed": 0,
         "proposer": method.name if method else "none",
-        "tree": method.tree if method else None,
-        "verifier": method.verifier.name if method else None,
+        "tree": method and method.tree,
+        "verifier": method and method.verifier.name,
         "lossless": decoding.lossless,
         "tokens": stats.emitted,
         "target_calls": stats.target_calls,
@@ -280,7 +276,7 @@ def _summary(
     return summary
 
 
-def _in_words(summary: dict[str, Any], note: str, streamed: bool) -> list[str]:
+def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
     """Return the summary in words, behind the texts that no file has and that were not streamed."""
     outputs = [] if streamed else summary.get("outputs", [])
     lines = []

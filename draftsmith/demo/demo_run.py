@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import LOOKUP, contenders
-from draftsmith.core.io import atomic_dir, make_dir, write_rows, write_text_atomic
+from draftsmith.core.io import JsonObject, atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import load_model
 from draftsmith.core.ranks import on_main, say
@@ -59,9 +59,9 @@ def prepare(out: Path, short: bool, device: str) -> AlignConfig:
     )
 
 
-def recipe(short: bool) -> dict[str, Any]:
+def recipe(short: bool) -> JsonObject:
     """Return the demo's choices as `AlignConfig` takes them."""
-    values: dict[str, Any] = _read("demo")
+    values: JsonObject = _read("demo")
     if short:
         for stage, options in _read("demo_short").items():
             values[stage] |= options

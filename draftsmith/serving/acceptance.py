@@ -17,6 +17,7 @@ import numpy as np
 
 from draftsmith.config import ServedConfig
 from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import eos_ids
 from draftsmith.core.options import configured
 from draftsmith.core.progress import track
@@ -24,7 +25,7 @@ from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
-from draftsmith.core.settings import loading, resolve_sampling
+from draftsmith.core.settings import loading, resolve_sampling, sampling_options
 from draftsmith.core.template_date import fix_date
 from draftsmith.distill.engines.server import Completion
 from draftsmith.drafts.load import depth_limit, other_targets
@@ -68,7 +69,7 @@ class ServedPrompt:
         return Continuation(self.prompt.id, prompt_ids, output_ids[1:])
 
 
-def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]:
+def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     """Compare what a running server accepts with the prediction, and find the likely cause of less.
 
     Return what `doctor --served --json` prints: `served` and `predicted` with `tokens_per_call` and
@@ -79,16 +80,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
     """
     config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
-    pair = load_pair(
-        config.target,
-        draft={"draft": config.draft},
-        fast=False,
-        chat_template=config.chat_template,
-        **loading(config),
-    )
-    date = fix_date(pair.tokenizer, config.date, read_record(Path(config.draft)).get("date"))
-    if date is not None:
-        say(f"the chat template prints the date; in these prompts it is {date}")
+    pair = _load(config)
     sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
     asked = _ask(server, pair, config, sampling)
     answers = [each.answer for each in asked]
@@ -135,6 +127,21 @@ def served(config: ServedConfig | None = None, **options: Any) -> dict[str, Any]
         "remedy": cause and SUSPECTS[cause["suspect"]].remedy,
         "tried": tried,
     }
+
+
+def _load(config: ServedConfig) -> Pair:
+    """Load the pair. Its chat template prints the date that the draft was trained with."""
+    pair = load_pair(
+        config.target,
+        draft={"draft": config.draft},
+        fast=False,
+        chat_template=config.chat_template,
+        **loading(config),
+    )
+    date = fix_date(pair.tokenizer, config.date, read_record(Path(config.draft)).get("date"))
+    if date is not None:
+        say(f"the chat template prints the date; in these prompts it is {date}")
+    return pair
 
 
 def _ask(
@@ -194,14 +201,8 @@ def _own_rows(
     pair: Pair, asked: Sequence[ServedPrompt], sampling: Sampling, max_new_tokens: int
 ) -> list[Continuation]:
     """Generate the texts that this target would have given."""
-    outputs = pair.generate(
-        [list(each.prompt.ids) for each in asked],
-        max_new_tokens=max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-    )
+    prompts = [list(each.prompt.ids) for each in asked]
+    outputs = pair.generate(prompts, max_new_tokens=max_new_tokens, **sampling_options(sampling))
     rows = []
     for each, output in zip(asked, outputs, strict=True):
         own = output.output_ids if len(output.output_ids) > 1 else each.answer.output_ids
@@ -263,11 +264,13 @@ def _to_try(own_texts: bool, less: bool) -> dict[str, Suspect]:
     Texts that are not the target's own can have any cause. The target's own texts rule out causes
     that change them, and acceptance as predicted needs no cause.
     """
-    if not own_texts:
-        return SUSPECTS
-    if not less:
+    if own_texts and not less:
         return {}
-    return {name: each for name, each in SUSPECTS.items() if not each.changes_target_text}
+    return {
+        name: each
+        for name, each in SUSPECTS.items()
+        if not (own_texts and each.changes_target_text)
+    }
 
 
 def _try(
@@ -276,7 +279,7 @@ def _try(
     tokens: int,
     counted: PromptSums,
     picks: Resamples,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Replay every suspect that applies; return the best fit first.
 
     misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts

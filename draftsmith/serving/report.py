@@ -1,8 +1,7 @@
 """What `draftsmith doctor --served` prints."""
 
-from typing import Any
-
 from draftsmith.core.errors import RequirementError
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.formats import with_interval
 from draftsmith.eval.schema import Estimate
 
@@ -10,7 +9,7 @@ from draftsmith.eval.schema import Estimate
 _SHOWN = 6
 
 
-def in_words(found: dict[str, Any]) -> tuple[list[str], RequirementError | None]:
+def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     """Return the lines, and the error of exit code 3 if less is accepted than predicted."""
     served = found["served"]
     predicted = found["predicted"]
@@ -38,7 +37,7 @@ def _row(name: str, served: Estimate | None, predicted: Estimate) -> str:
     return f"{name:<18}{with_interval(served):<24}{with_interval(predicted)}"
 
 
-def _tried(tried: list[dict[str, Any]]) -> list[str]:
+def _tried(tried: list[JsonObject]) -> list[str]:
     if not tried:
         return []
     names = [f"{row['suspect']}: {row['detail']}" for row in tried]
@@ -52,7 +51,7 @@ def _tried(tried: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _verdict(found: dict[str, Any]) -> str:
+def _verdict(found: JsonObject) -> str:
     verdict: str = found["verdict"]
     if not found["own_texts"]:
         share = f"{found['likelihood']['value']:.0%}"

@@ -16,11 +16,11 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
 from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.core.io import JsonObject
 from draftsmith.core.prompts import Prompt, asked
 from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith.core.sampling import Sampling
@@ -155,7 +155,7 @@ class RunningServer:
         )
 
     def _ids(
-        self, dialect: Dialect, completion: Completion, read: list[int], reply: dict[str, Any]
+        self, dialect: Dialect, completion: Completion, read: list[int], reply: JsonObject
     ) -> list[int]:
         try:
             answered = dialect.answer(completion, read, json.dumps(reply).encode())
@@ -217,11 +217,11 @@ class RunningServer:
             counts[key] += int(float(value))
         return counts
 
-    def _json(self, path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+    def _json(self, path: str, body: dict[str, object] | None = None) -> JsonObject:
         reply = self._fetch(path, body)
         try:
             reply.raise_for_status()
-            value: dict[str, Any] = reply.json()
+            value: JsonObject = reply.json()
             if not isinstance(value, dict):
                 raise ValueError("no JSON object")
         except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
@@ -270,7 +270,7 @@ def _body(
     row: int,
     prompt_ids: list[int],
     states_sampling: bool,
-) -> dict[str, Any]:
+) -> JsonObject:
     request = AnswerRequest(Key(row, 0, 0), tuple(prompt_ids), seed=row)
     body = dialect.body(completion, request)
     if states_sampling:
@@ -283,7 +283,7 @@ def _by_depth(counts: Counter[str]) -> list[int]:
     return [counts[f"accepted_tokens_per_pos {place}"] for place in range(places)]
 
 
-def count_steps(prompt_ids: list[int], ids: list[int], metrics: dict[str, Any]) -> ServedAnswer:
+def count_steps(prompt_ids: list[int], ids: list[int], metrics: JsonObject) -> ServedAnswer:
     """Count one request of vLLM with `--per-request-spec-decode-metrics`.
 
     vLLM also counts what it accepted behind the end of an answer; it is left out here. `detailed`

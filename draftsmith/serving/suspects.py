@@ -10,7 +10,7 @@ Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -52,10 +52,9 @@ def _residual(case: Case) -> Iterator[tuple[str, Case]]:
     if isinstance(case.draft, Eagle3Head):
         draft = copy.deepcopy(case.draft)
         layer: Any = draft.midlayer
-        taken = not layer.norm_before_residual
-        layer.norm_before_residual = taken
-        word = str(taken).lower()
-        yield f"taken as {word}", replace(case, draft=draft)
+        layer.norm_before_residual = not layer.norm_before_residual
+        taken = str(layer.norm_before_residual).lower()
+        yield f"taken as {taken}", replace(case, draft=draft)
 
 
 def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
@@ -76,14 +75,12 @@ def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
         yield detail, replace(case, draft=draft)
 
 
-def _rope_of_draft(case: Case) -> Iterator[tuple[str, Case]]:
-    for detail, draft in _other_ropes(case.draft):
-        yield detail, replace(case, draft=draft)
+def _rope_of(role: Literal["draft", "target"]) -> Change:
+    def change(case: Case) -> Iterator[tuple[str, Case]]:
+        for detail, model in _other_ropes(getattr(case, role)):
+            yield detail, replace(case, **{role: model})
 
-
-def _rope_of_target(case: Case) -> Iterator[tuple[str, Case]]:
-    for detail, target in _other_ropes(case.target):
-        yield detail, replace(case, target=target)
+    return change
 
 
 def _other_ropes(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -99,7 +96,7 @@ def _other_ropes(model: nn.Module) -> Iterator[tuple[str, Any]]:
         "theta and scaling dropped": plain | {"rope_theta": 10000.0},
     }
     for detail, left in losses.items():
-        if all(rope.get(key) == value for key, value in left.items()):
+        if left.items() <= rope.items():
             continue
         kept = {key: rope[key] for key in ("partial_rotary_factor",) if key in rope}
         changed = copy.deepcopy(model)
@@ -259,11 +256,11 @@ SUSPECTS: dict[str, Suspect] = {
     ),
     "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
     "rope of the draft": Suspect(
-        _rope_of_draft, "give the draft's rope_theta and rope_scaling as here"
+        _rope_of("draft"), "give the draft's rope_theta and rope_scaling as here"
     ),
     "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
     "rope of the target": Suspect(
-        _rope_of_target,
+        _rope_of("target"),
         "give the target's rope_theta and rope_scaling as here",
         changes_target_text=True,
     ),
