@@ -50,15 +50,14 @@ def usage() -> str:
     for name, command in COMMANDS.items():
         lines.append(f"  {name:<9}{command.what}")
         lines += [f"  {'':<9}--{key}: {what}" for key, what in command.modes.items()]
+    commands = "\n".join(lines)
     return (
         f"draftsmith {__version__}: align draft models for speculative decoding, and measure "
         "what it buys\n\n"
         "usage: draftsmith COMMAND [--key value ...] [--config FILE]\n"
         "       draftsmith --version | --print_shtab bash|zsh|tcsh    # the version; shell "
-        "completion\n\n"
-        + f"{ROAD}\n\n"
-        + "\n".join(lines)
-        + "\n\n`draftsmith COMMAND --help` shows a command's usual options and an example."
+        f"completion\n\n{ROAD}\n\n{commands}\n\n"
+        "`draftsmith COMMAND --help` shows a command's usual options and an example."
     )
 
 

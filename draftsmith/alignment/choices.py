@@ -206,16 +206,10 @@ def _max_length(known: Known) -> int:
 
 def _batch_size(known: Known) -> int:
     size = known.draft_parameters
-    fits = 32
-    if size >= _LARGE:
-        fits = 2
-    elif size * known.options.train.max_length >= 10**10:
-        fits = 8
+    long = size * known.options.train.max_length >= 10**10
+    fits = 2 if size >= _LARGE else 8 if long else 32
     share = max(1, known.options.train.rows_per_step // known.facts.processes)
-    rows = min(fits, share)
-    while share % rows:
-        rows -= 1
-    return rows
+    return max(rows for rows in range(1, min(fits, share) + 1) if share % rows == 0)
 
 
 def _answered_together(known: Known) -> int:

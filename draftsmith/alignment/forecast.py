@@ -24,6 +24,7 @@ from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.method import shape_of
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.trainees import TRAINEES
 
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
@@ -37,9 +38,8 @@ def untrained(models: LoadedModels, stages: Stages) -> Draft:
     if models.drafts:
         return next(iter(models.drafts.values()))
     run = next(iter(stages.training.values()))
-    size = run.draft_vocab_size
-    if run.kind == "eagle3" and size is not None:
-        return Eagle3Head.fresh(models.target, draft_vocab=range(size)).eval()
+    if run.kind == "eagle3" and run.draft_vocab_size is not None:
+        return Eagle3Head.fresh(models.target, draft_vocab=range(run.draft_vocab_size)).eval()
     return HEADS[run.kind].fresh(models.target).eval()
 
 
@@ -107,28 +107,23 @@ def expected(
     together = ([*prompts] * options.num_samples)[: options.batch_size]
     alone = SpeculativeDecoder(models.target)
     answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
-    written = answers + turns * options.general_texts
-    expected_s = {"distil": written * answer_s / launched()}
+    expected_s = {"distil": (answers + turns * options.general_texts) * answer_s / launched()}
     if isinstance(draft, PreTrainedModel | FeatureHead):
-        runs = stages.training.values()
-        last = [*runs][-1]
-        usual: int = getattr(TRAINEES[last.kind], "usual_steps", 1)
-        depths = last.head.test_steps or usual
+        runs = list(stages.training.values())
         trained = sum(run.steps or 0 for run in runs) * config.train.rows_per_step
         # Cached, the states that a head reads are computed once.
-        cached = isinstance(draft, FeatureHead) and last.head.features
+        cached = isinstance(draft, FeatureHead) and runs[0].head.features
         read = answers + options.general_texts if cached else trained
-        read_s, draft_s = _row_s(models.target, draft, last.max_length)
-        expected_s["train"] = (read * read_s + trained * depths * draft_s) / launched()
-    expected_s["evaluate"] = _evaluate_s(config, stages.evaluation, models, draft, prompts)
+        read_s, draft_s = _row_s(models.target, draft, runs[0])
+        expected_s["train"] = (read * read_s + trained * draft_s) / launched()
+    expected_s["evaluate"] = _evaluate_s(stages.evaluation, models.target, draft, prompts)
     line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in expected_s.items())
     return f"expected at most: {line} (some steps of each were timed)"
 
 
 def _evaluate_s(
-    config: AlignConfig,
     evaluation: EvalConfig,
-    models: LoadedModels,
+    target: PreTrainedModel,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
 ) -> float:
@@ -136,25 +131,23 @@ def _evaluate_s(
     batches and one row at a time. Each draft takes what this one takes.
     """
     proposer = PROPOSERS[kind_of(draft)].make(draft)
-    drafting = []
+    # The target alone decodes once, every tree with every draft.
+    runs = [(1, SpeculativeDecoder(target))]
     for tree in evaluation.tree:
         # The tree of a plan is not known yet. The evaluation refuses what does not fit.
         if tree != "none" and not tree.startswith("auto"):
             with suppress(ValueError):
-                drafting.append(SpeculativeDecoder(models.target, proposer, shape_of(tree)))
-    alone = SpeculativeDecoder(models.target)
+                decoder = SpeculativeDecoder(target, proposer, shape_of(tree))
+                runs.append((len(evaluation.draft), decoder))
     hottest = max(evaluation.temperature)
-    tokens = evaluation.max_new_tokens
-
-    def row_s(rows: Sequence[Sequence[int]]) -> float:
-        drafted = sum(_answer_s(decoder, rows, hottest, tokens) for decoder in drafting)
-        return _answer_s(alone, rows, hottest, tokens) + len(evaluation.draft) * drafted
-
-    heldout = min(evaluation.max_prompts, config.heldout_prompts or evaluation.max_prompts)
-    counted = len(evaluation.ood) * evaluation.max_prompts + len(evaluation.id) * heldout
-    timed = (len(evaluation.id) + len(evaluation.ood)) * evaluation.speed_prompts
-    counted_s = counted / launched() * row_s(prompts[: evaluation.batch_size])
-    return len(evaluation.temperature) * (counted_s + timed * row_s(prompts[:1]))
+    counted = evaluation.max_prompts / launched()
+    seconds = 0.0
+    for times, decoder in runs:
+        for rows, size in ((counted, evaluation.batch_size), (evaluation.speed_prompts, 1)):
+            answer_s = _answer_s(decoder, prompts[:size], hottest, evaluation.max_new_tokens)
+            seconds += times * rows * answer_s
+    sets = len(evaluation.id) + len(evaluation.ood)
+    return sets * len(evaluation.temperature) * seconds
 
 
 def _answer_s(
@@ -169,15 +162,17 @@ def _answer_s(
     return (batch.prefill_s + tokens * batch.decode_s / steps) / len(prompts)
 
 
-def _row_s(target: PreTrainedModel, draft: nn.Module, length: int) -> tuple[float, float]:
-    """Time a row of training: a forward of the target, and a forward and backward of the draft, of
-    a head at one depth.
+def _row_s(target: PreTrainedModel, draft: nn.Module, run: TrainConfig) -> tuple[float, float]:
+    """Time a row of training: a forward of the target, and a forward and backward of the draft at
+    every depth.
     """
-    ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
+    usual: int = getattr(TRAINEES[run.kind], "usual_steps", 1)
+    depths = run.head.test_steps or usual
+    ids_BT = torch.zeros(1, run.max_length, dtype=torch.long, device=target.device)
     inputs = [ids_BT]
     if isinstance(draft, FeatureHead):
         config: Any = draft.config
-        shape = (1, length, config.hidden_size)
+        shape = (1, run.max_length, config.hidden_size)
         inputs.append(torch.zeros(shape, dtype=target.dtype, device=target.device))
     draft.requires_grad_()
     began = read = 0.0
@@ -188,7 +183,7 @@ def _row_s(target: PreTrainedModel, draft: nn.Module, length: int) -> tuple[floa
         read = _now(target)
         # A language model's output begins with its logits too.
         draft(*inputs)[0].sum().backward()
-    return read - began, _now(target) - read
+    return read - began, depths * (_now(target) - read)
 
 
 def _now(target: PreTrainedModel) -> float:

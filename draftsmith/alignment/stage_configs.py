@@ -64,8 +64,8 @@ def given(options: JsonObject) -> JsonObject:
 
 def _shared(choices: "DataclassInstance", stage: type["DataclassInstance"]) -> JsonObject:
     """Return the options of `align` that the stage itself has."""
-    known = {field.name for field in fields(stage)}
-    return {key: value for key, value in given(asdict(choices)).items() if key in known}
+    options = given(asdict(choices))
+    return {field.name: options[field.name] for field in fields(stage) if field.name in options}
 
 
 def distill_config(config: AlignConfig) -> DistillConfig:

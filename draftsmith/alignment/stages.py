@@ -27,7 +27,7 @@ from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.launcher import join_processes
-from draftsmith.core.options import Option, configured, options_of, value_at
+from draftsmith.core.options import configured, options_of, value_at
 from draftsmith.core.ranks import from_main, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading
@@ -104,8 +104,7 @@ def left_out_of(general: JsonObject) -> list[str]:
 
 def _free() -> None:
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without a GPU
 
 
 def _settle(config: AlignConfig, out: Path) -> tuple[AlignConfig, Stages]:
@@ -120,15 +119,7 @@ def _settle(config: AlignConfig, out: Path) -> tuple[AlignConfig, Stages]:
     whole = _resumed(config, file)
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
-    free = [option.key for option in options_of(AlignConfig) if _is_free(option)]
-    whole = replace(whole, **{key: getattr(config, key) for key in free})
     return whole, stages_of(whole)
-
-
-def _is_free(option: Option) -> bool:
-    """Whether a run resumes with another value of this option; those of stages keep theirs."""
-    decides = option.identity or option.by_content or option.key == "date"
-    return not decides and "." not in option.key
 
 
 def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
@@ -170,11 +161,12 @@ def _announcement(config: AlignConfig, stages: Stages, facts: Facts) -> list[str
     lines = [_fresh_head(config, facts)] if facts.fresh_head else []
     options = config.distill
     steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
-    lines.append(
+    return [
+        *lines,
         f"distil: {options.num_samples} answers to each of {options.max_prompts} prompts, at "
-        f"most {options.max_new_tokens} tokens each"
-    )
-    return [*lines, f"train: {steps} of {config.train.rows_per_step} rows"]
+        f"most {options.max_new_tokens} tokens each",
+        f"train: {steps} of {config.train.rows_per_step} rows",
+    ]
 
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:
@@ -221,22 +213,25 @@ def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
     recorded = _shown(begun)
     given = _shown(config)
+    taken: JsonObject = {}
     for option in options_of(AlignConfig):
-        then = value_at(recorded, option.key)
-        now = value_at(given, option.key)
-        fixed = option.identity or "." in option.key or option.key == "date"
-        if fixed and now not in (None, [], then):
+        key = option.key
+        then = value_at(recorded, key)
+        now = value_at(given, key)
+        if not (option.identity or "." in key or key == "date"):
+            # What was moved is told by its content where it is read. The file has no passwords of
+            # URLs.
+            if now or not option.by_content:
+                taken[key] = getattr(config, key)
+        elif now not in (None, [], then):
             raise InputError(
-                f"--out {file.parent}: was begun with other options: {option.key} is "
+                f"--out {file.parent}: was begun with other options: {key} is "
                 f"{json.dumps(then)}, now it is {json.dumps(now)}; name another --out, or edit "
                 f"{file} and run it with --config"
             )
-    # What was moved is told by its content where it is read. The file has no passwords of URLs.
-    places = [option.key for option in options_of(AlignConfig) if option.by_content]
-    given = {key: getattr(config, key) for key in places if getattr(config, key)}
     if config.draft == str(Path(begun.out) / "start"):
-        given["draft"] = str(file.parent / "start")
-    return replace(begun, **given)
+        taken["draft"] = str(file.parent / "start")
+    return replace(begun, **taken)
 
 
 def _shown(config: AlignConfig) -> JsonObject:

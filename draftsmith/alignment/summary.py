@@ -55,14 +55,12 @@ def lines(shown: JsonObject, results: Results) -> list[str]:
     """Return a summary in words: the decision, the table of figures, what was bought, how to decode
     with it, and what to serve.
     """
-    report = (results.directory / "report.html").resolve()
-    advice = Advice(**shown["serve"])
     return [
         *headline_and_table(results),
         *bought(shown, results),
         *how_to_decode(shown),
-        f"report: {report}",
-        *advice.lines(),
+        f"report: {(results.directory / 'report.html').resolve()}",
+        *Advice(**shown["serve"]).lines(),
     ]
 
 

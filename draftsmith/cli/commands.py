@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,9 +40,7 @@ def _init(config: "InitConfig", command: str) -> Outcome:
     from draftsmith.starting import in_words, init
 
     summary = init(config)
-    lines = in_words(summary)
-    lines.append(f"draft:  {summary['out']}")
-    return Outcome(summary, lines)
+    return Outcome(summary, [*in_words(summary), f"draft:  {summary['out']}"])
 
 
 def _distill(config: "DistillConfig", command: str) -> Outcome:
@@ -103,12 +102,10 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
 
     summary = train(_recipe(config), command)
     alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
-    line = (
+    lines = [
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
-        f"{summary['heldout_loss']:.4f}"
-    )
-    line += f"{alpha} at step {summary['best_step']}"
-    lines = [line]
+        f"{summary['heldout_loss']:.4f}{alpha} at step {summary['best_step']}"
+    ]
     rise = still_rising(heldout_curve(Path(summary["checkpoint"])))
     if rise is not None and (longer := train_longer(summary["checkpoint"])):
         lines.append(
@@ -153,10 +150,9 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
         *summary.bought(shown, results),
         *summary.how_to_decode(shown),
     ]
-    seconds = time.monotonic() - started
     shown["serve"] = dataclasses.asdict(advise(options, large))
     shown["large"] = eval_summary(large)
-    return Outcome(shown, [*lines, *page, f"took {seconds:.0f} s"])
+    return Outcome(shown, [*lines, *page, f"took {time.monotonic() - started:.0f} s"])
 
 
 def _eval(config: "EvalConfig", command: str) -> Outcome:
@@ -170,10 +166,8 @@ def _eval(config: "EvalConfig", command: str) -> Outcome:
     unmet = _unmet(lambda: evaluate_request(request))
     results = Results.load(config.out)
     shown = summary(results)
-    lines = headline_and_table(results)
-    lines.append(f"results: {shown['results']}")
-    lines.append(f"report:  {shown['report']}")
-    return Outcome(shown, lines, unmet)
+    files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
+    return Outcome(shown, [*headline_and_table(results), *files], unmet)
 
 
 def _render(config: "RenderConfig", command: str) -> Outcome:
@@ -273,17 +267,14 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     how = f"--tree {tree}"
     if copies_first(config.draft):
         how = shlex.join(decode_options(document["models"]["draft"], tree))
-    lines = plan_lines(document)
-    return Outcome(summary, [*lines, "", f"plan: {config.file} ({how})"])
+    return Outcome(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
 
 
 def _status(config: "StatusConfig", command: str) -> Outcome:
     from draftsmith.directory_status import look, summary
 
     held = look(config.directory)
-    lines: list[str] = []
-    for each in held:
-        lines += each.lines()
+    lines = list(chain.from_iterable(each.lines() for each in held))
     return Outcome(summary(config.directory, held), lines)
 
 
@@ -390,10 +381,11 @@ def run(name: str, argv: list[str]) -> None:
 
     config: Any
     command = COMMANDS[name]
-    if command.alone is not None and argv and not argv[0].startswith("-"):
-        argv = [f"--{command.alone}", *argv]
-    if command.alone is not None and not argv:
-        raise InputError(f"which {command.alone}? draftsmith {name} {command.alone.upper()}")
+    if command.alone is not None:
+        if not argv:
+            raise InputError(f"which {command.alone}? draftsmith {name} {command.alone.upper()}")
+        if not argv[0].startswith("-"):
+            argv = [f"--{command.alone}", *argv]
     typed = {underscored(word).partition("=")[0] for word in argv}
     for key, other in command.instead.items():
         if f"--{key}" in typed:
@@ -404,8 +396,7 @@ def run(name: str, argv: list[str]) -> None:
         if name == "decode" and asks_all(argv):
             from draftsmith.cli.method_table import terminal
 
-            columns = shutil.get_terminal_size().columns
-            print("\n" + terminal(columns))
+            print("\n" + terminal(shutil.get_terminal_size().columns))
         raise
     if not command.parallel:
         require_single_process(name)

@@ -155,11 +155,8 @@ def _planned(config: DecodeConfig) -> str | None:
     if plan.is_file():
         return f"auto:{plan}"
     words = ["draftsmith", "plan", "--target", config.target, "--draft", config.draft[0]]
-    words += ["--prompts", config.prompts or "PROMPTS"]
-    _say(
-        f"--tree auto: {plan} is missing, so the default tree drafts; make it with: "
-        f"{shlex.join(words)}"
-    )
+    make = shlex.join([*words, "--prompts", config.prompts or "PROMPTS"])
+    _say(f"--tree auto: {plan} is missing, so the default tree drafts; make it with: {make}")
     return None
 
 
@@ -306,8 +303,10 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
             f"{summary['copied_accepted']} of its tokens were accepted"
         )
     if summary["recorded_steps"]:
-        seconds = f"{summary['recording_s']:.1f} s, which are not in the time above"
-        lines.append(f"{summary['recorded_steps']} kinds of steps recorded as graphs in {seconds}")
+        lines.append(
+            f"{summary['recorded_steps']} kinds of steps recorded as graphs in "
+            f"{summary['recording_s']:.1f} s, which are not in the time above"
+        )
     kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
     peak = summary["peak_memory_bytes"] / 2**20
     lines.append(f"{method}; peak memory {peak:.0f} MiB ({kind})")

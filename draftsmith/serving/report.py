@@ -13,10 +13,9 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     """Return the lines, and the error of exit code 3 if less is accepted than predicted."""
     served = found["served"]
     predicted = found["predicted"]
-    drafts = f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens"
-    asked = f"{found['prompts']} prompts, temperature {found['temperature']:g}"
     lines = [
-        f"{drafts}; {asked}",
+        f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; "
+        f"{found['prompts']} prompts, temperature {found['temperature']:g}",
         f"{'':<18}{'served':<24}predicted",
         _row("tokens per call", served["tokens_per_call"], predicted["tokens_per_call"]),
     ]

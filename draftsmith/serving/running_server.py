@@ -217,7 +217,7 @@ class RunningServer:
             counts[key] += int(float(value))
         return counts
 
-    def _json(self, path: str, body: dict[str, object] | None = None) -> JsonObject:
+    def _json(self, path: str, body: JsonObject | None = None) -> JsonObject:
         reply = self._fetch(path, body)
         try:
             reply.raise_for_status()
@@ -230,7 +230,7 @@ class RunningServer:
             ) from None
         return value
 
-    def _fetch(self, path: str, body: dict[str, object] | None = None) -> httpx.Response:
+    def _fetch(self, path: str, body: JsonObject | None = None) -> httpx.Response:
         try:
             return fetch_now(
                 self._client,
@@ -248,15 +248,14 @@ class RunningServer:
             ) from None
 
 
-def _chat(prompt: Prompt) -> dict[str, object]:
+def _chat(prompt: Prompt) -> JsonObject:
     assert prompt.chat is not None
     arguments = prompt.chat.arguments
-    messages = asked(prompt.chat.messages, f"row {prompt.row}", arguments)
     # Servers take these keys beside the others, and vLLM overrides the others by them.
-    beside = {key: arguments[key] for key in BESIDE if key in arguments}
+    chat: JsonObject = {key: arguments[key] for key in BESIDE if key in arguments}
     if CONTINUES in arguments:
-        beside.setdefault("add_generation_prompt", False)
-    chat: dict[str, object] = {"messages": messages, **beside}
+        chat.setdefault("add_generation_prompt", False)
+    chat["messages"] = asked(prompt.chat.messages, f"row {prompt.row}", arguments)
     if arguments:
         chat[ARGUMENTS] = arguments
     if prompt.chat.tools:
