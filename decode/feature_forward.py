@@ -10,13 +10,13 @@ Legend: X rows, I inputs, H hidden size, V vocabulary; `...` any leading shape.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import silu
 
 from draftsmith.decode.head_forward import has_own_forward, packed_projection, worth_packing
 from draftsmith.decode.kernel_forward import LayerMaker
 from draftsmith.decode.packed_weights import FusedLinear, Packs
-from draftsmith.drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads, ResBlock
+from draftsmith.drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Parts:
+class _Part:
     """One of the heads. output: None for the target's, if it is not packed."""
 
     blocks: list[_Block]
@@ -79,12 +79,12 @@ class FeatureForward:
         return logits_XV.unflatten(0, inputs.shape[:-1])
 
 
-def _packed_parts(head: MedusaHeads | HydraHeads, packs: Packs) -> list[_Parts] | None:
+def _packed_parts(head: MedusaHeads | HydraHeads, packs: Packs) -> list[_Part] | None:
     """None without the kernel, for small heads in fp32, and where something hangs on a module."""
-    parts: list[_Parts] = []
+    parts: list[_Part] = []
     if worth_packing(head, packs) and not has_own_forward(head):
         maker = LayerMaker(packs, any_size=True, dtype=torch.float32)
-        parts = _medusa(head, maker) if isinstance(head, MedusaHeads) else _hydra(head, maker)
+        parts = [_part(head, number, maker) for number in range(head.config.num_heads)]
     packed = bool(parts) and all(part.packed for part in parts)
     if packs.owned and not packed:
         packs.prepare(head)
@@ -92,33 +92,16 @@ def _packed_parts(head: MedusaHeads | HydraHeads, packs: Packs) -> list[_Parts] 
     return parts if packed else None
 
 
-def _medusa(heads: MedusaHeads, maker: LayerMaker) -> list[_Parts]:
-    bias_V = heads.borrowed.bias_V
-    parts: list[_Parts] = []
-    for number, head in enumerate(heads):
-        output = maker.fused(f"{number}.output", list(head.children())[-1])
-        if bias_V is not None:
-            output.bias_O = bias_V.float()
-        parts.append(_Parts(_blocks(number, head, maker), output))
-    return parts
-
-
-def _hydra(heads: HydraHeads, maker: LayerMaker) -> list[_Parts]:
-    parts: list[_Parts] = []
-    for number, head in enumerate(heads.heads):
-        output = packed_projection(heads.borrowed.projection)
-        if heads.config.own_projection:
-            output = maker.fused(f"{number}.output", heads.projections[number])
-        parts.append(_Parts(_blocks(number, head, maker), output))
-    return parts
-
-
-def _blocks(number: int, head: nn.Module, maker: LayerMaker) -> list[_Block]:
-    made: list[_Block] = []
-    for place, block in enumerate(head.children()):
-        name = f"{number}.{place}"
-        if isinstance(block, FirstBlock):
-            made.append(_Block(maker.fused(name, block.skip, block.linear), skips=True))
-        elif isinstance(block, ResBlock):
-            made.append(_Block(maker.fused(name, block.linear), skips=False))
-    return made
+def _part(heads: MedusaHeads | HydraHeads, number: int, maker: LayerMaker) -> _Part:
+    outputs = heads.outputs()
+    output = packed_projection(heads.borrowed.projection)
+    if outputs:
+        output = maker.fused(f"{number}.output", outputs[number])
+        if heads.extra_bias_V is not None:
+            output.bias_O = heads.extra_bias_V.float()
+    blocks: list[_Block] = []
+    for index, block in enumerate(heads.blocks(number)):
+        skips = isinstance(block, FirstBlock)
+        linears = (block.skip, block.linear) if skips else (block.linear,)
+        blocks.append(_Block(maker.fused(f"{number}.{index}", *linears), skips))
+    return _Part(blocks, output)

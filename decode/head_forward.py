@@ -11,7 +11,7 @@ or 1, V vocabulary of the head.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,15 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.mtp import MtpHead
 
 _KIND = "full_attention"
-# Layers of MTP heads that the kernel knows.
+# Heads, and layers of MTP heads, that the kernel knows.
+_HEADS = (
+    EagleHead,
+    Eagle3Head,
+    MtpHead,
+    DFlashHead,
+    DSparkHead,
+    JetSpecHead,
+)
 _MTP_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
 
 
@@ -76,17 +84,18 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
     head: Any = model.head
     if not _is_plain(head) or not worth_packing(head, packs):
         return None
-    parts = _PARTS[type(head)](head, LayerMaker(packs, any_size=True, dtype=torch.float32))
+    parts = _parts(head, LayerMaker(packs, any_size=True, dtype=torch.float32))
     if packs.owned:
         packs.prepare(head)
     if not parts.packed:
         return None
-    return _FORWARDS.get(type(head), EagleForward)(model, parts)
+    kind = BlockHeadForward if isinstance(head, BlockHead) else EagleForward
+    return kind(model, parts)
 
 
 def _is_plain(head: Any) -> bool:
     """Whether a head is one of these, and nothing was hung on its modules."""
-    if type(head) not in _PARTS:
+    if type(head) not in _HEADS:
         return False
     if isinstance(head, MtpHead) and type(head.layers[0]) not in _MTP_LAYERS:
         return False
@@ -128,57 +137,35 @@ def packed_projection(projection: OutputProjection) -> FusedLinear | None:
     return FusedLinear([module], module.place.matrix, torch.float32)
 
 
-def _eagle(head: EagleHead, maker: LayerMaker) -> _Parts:
-    layer: Any = head.layers[0]
-    return _Parts(
-        layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
-        opening=Opening(fc=maker.fused("fc", head.fc)),
-        norm_D=None,
-        logits=packed_projection(head.borrowed.projection),
-    )
-
-
-def _eagle3(head: Eagle3Head, maker: LayerMaker) -> _Parts:
-    layer = head.midlayer
-    opening = Opening(
-        embedding_norm_D=maker.vector(layer.input_layernorm),
-        feature_norm_D=maker.vector(layer.hidden_norm),
-        feature_normed=layer.norm_before_residual,
-    )
-    return _Parts(
-        layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
-        opening=opening,
-        norm_D=maker.vector(head.norm),
-        raw_features=not head.config.norm_output,
-        logits=maker.fused("lm_head", head.lm_head),
-    )
-
-
-def _block(head: BlockHead, maker: LayerMaker) -> _Parts:
+def _parts(head: Any, maker: LayerMaker) -> _Parts:
+    if isinstance(head, Eagle3Head):
+        layer = head.midlayer
+        opening = Opening(
+            embedding_norm_D=maker.vector(layer.input_layernorm),
+            feature_norm_D=maker.vector(layer.hidden_norm),
+            feature_normed=layer.norm_before_residual,
+        )
+        return _Parts(
+            layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
+            opening=opening,
+            norm_D=maker.vector(head.norm),
+            raw_features=not head.config.norm_output,
+            logits=maker.fused("lm_head", head.lm_head),
+        )
+    normed = not isinstance(head, EagleHead)
     layers = []
     for index, layer in enumerate(head.layers):
-        layers.append(maker.layer(layer, index, _KIND, layer.input_layernorm))
-    return _Parts(layers=layers, opening=Opening(), norm_D=maker.vector(head.norm))
-
-
-def _mtp(head: MtpHead, maker: LayerMaker) -> _Parts:
-    layer: Any = head.layers[0]
+        first_norm = layer.input_layernorm if normed else None
+        layers.append(maker.layer(layer, index, _KIND, first_norm))
+    norm_D = maker.vector(head.norm) if normed else None
+    if isinstance(head, BlockHead):
+        return _Parts(layers=layers, opening=Opening(), norm_D=norm_D)
     return _Parts(
-        layers=[maker.layer(layer, 0, _KIND, layer.input_layernorm)],
+        layers=layers,
         opening=Opening(fc=maker.fused("fc", head.fc)),
-        norm_D=maker.vector(head.norm),
+        norm_D=norm_D,
         logits=packed_projection(head.borrowed.projection),
     )
-
-
-_PARTS: dict[type, Callable[[Any, LayerMaker], _Parts]] = {
-    EagleHead: _eagle,
-    Eagle3Head: _eagle3,
-    MtpHead: _mtp,
-    DFlashHead: _block,
-    DSparkHead: _block,
-    JetSpecHead: _block,
-}
 
 
 @dataclass(frozen=True)
@@ -188,7 +175,7 @@ class _Step:
     tokens_Bq: Tensor
     positions_Rq: Tensor
     rotary_N2E: Tensor
-    masks: Mapping[str, Tensor | None]
+    mask: Tensor | None
     place: CachePlace
     features_BtD: Tensor
 
@@ -250,7 +237,7 @@ class HeadForward(ABC):
             tokens_Bq=tokens_Bq,
             positions_Rq=positions_Rq,
             rotary_N2E=self.rotary.up_to(top_position),
-            masks=masks,
+            mask=masks[_KIND],
             place=cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self._like),
             features_BtD=features_BTH.to(self.dtype).contiguous(),
         )
@@ -261,6 +248,28 @@ class HeadForward(ABC):
             queries = tokens_Bq.shape[1]
             logits, features = self._forward(step, min(keep_logits or queries, queries))
         return logits, (features,) * len(hidden_layers)
+
+    def _run(
+        self,
+        step: _Step,
+        span: slice,
+        inputs: HeadInputs,
+        mask: Tensor | None,
+        kept: int = 0,
+        states: Sequence[int] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Forward the queries of a span; see `KernelForward.run`."""
+        return self._kernel.run(
+            step.tokens_Bq[:, span],
+            step.positions_Rq[:, span],
+            step.rotary_N2E,
+            {_KIND: mask},
+            replace(step.place, column=step.place.column + span.start),
+            kept,
+            states,
+            inputs,
+            self._model.dtype,
+        )
 
     @abstractmethod
     def _prefill(self, step: _Step) -> None:
@@ -279,26 +288,25 @@ def _spans(batch: int, tokens: int) -> Iterator[slice]:
 
 
 class EagleForward(HeadForward):
-    """Run an EAGLE or EAGLE-3 head."""
+    """Run an EAGLE or EAGLE-3 head, or an MTP head of a LLaMA-like layer."""
 
-    def _inputs(self, step: _Step) -> HeadInputs:
-        embedded_BqD: Tensor = self._head.embedded(step.tokens_Bq, self.dtype)
-        return HeadInputs(embedded_BqD.contiguous(), step.features_BtD)
+    def _inputs(self, step: _Step, span: slice) -> HeadInputs:
+        embedded_BqD, features_BqD = self._head.inputs(
+            step.tokens_Bq[:, span], step.features_BtD[:, span], self.dtype
+        )
+        return HeadInputs(embedded_BqD.contiguous(), features_BqD.contiguous())
 
     def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
         projected = self._parts.logits is not None
-        logits_BkV, states = self._kernel.run(
-            step.tokens_Bq,
-            step.positions_Rq,
-            step.rotary_N2E,
-            step.masks,
-            step.place,
+        queries = slice(0, step.tokens_Bq.shape[1])
+        logits_BkV, (features_BqD,) = self._run(
+            step,
+            queries,
+            self._inputs(step, queries),
+            step.mask,
             kept if projected else 0,
             [self._feature],
-            self._inputs(step),
-            self._model.dtype,
         )
-        (features_BqD,) = states
         if projected:
             logits_BkV = self._head.borrowed.projection.finish(logits_BkV)
         else:
@@ -306,36 +314,9 @@ class EagleForward(HeadForward):
         return logits_BkV, features_BqD
 
     def _prefill(self, step: _Step) -> None:
-        inputs = self._inputs(step)
-        assert inputs.embedded_BqD is not None and inputs.features_BqD is not None
         for span in _spans(*step.tokens_Bq.shape):
-            queries = span.stop - span.start
-            self._kernel.run(
-                step.tokens_Bq[:, span],
-                step.positions_Rq[:, span],
-                step.rotary_N2E,
-                {_KIND: causal_mask(self._like, queries, span.stop)},
-                replace(step.place, column=span.start),
-                0,
-                [],
-                HeadInputs(
-                    embedded_BqD=inputs.embedded_BqD[:, span].contiguous(),
-                    features_BqD=inputs.features_BqD[:, span].contiguous(),
-                ),
-            )
-
-
-class MtpForward(EagleForward):
-    """Run an MTP head of a LLaMA-like layer. Its `fc` reads normed inputs."""
-
-    def _inputs(self, step: _Step) -> HeadInputs:
-        head = self._head
-        embedded_BqD = head.borrowed.embed(step.tokens_Bq, self.dtype)
-        embedded_BqD = head.pre_fc_norm_embedding(embedded_BqD).contiguous()
-        features_BqD = head.pre_fc_norm_hidden(step.features_BtD).contiguous()
-        if head.config.hidden_first:
-            return HeadInputs(features_BqD, embedded_BqD)
-        return HeadInputs(embedded_BqD, features_BqD)
+            mask = causal_mask(self._like, span.stop - span.start, span.stop)
+            self._run(step, span, self._inputs(step, span), mask)
 
 
 class BlockHeadForward(HeadForward):
@@ -345,41 +326,20 @@ class BlockHeadForward(HeadForward):
 
     def _prefill(self, step: _Step) -> None:
         for span in _spans(*step.features_BtD.shape[:2]):
-            self._kernel.run(
-                step.tokens_Bq[:, span],
-                step.positions_Rq[:, span],
-                step.rotary_N2E,
-                {_KIND: None},
-                replace(step.place, column=step.place.column + span.start),
-                0,
-                [],
-                HeadInputs(embedded_BqD=None, features_BqD=step.features_BtD[:, span].contiguous()),
-            )
+            features_BnD = step.features_BtD[:, span].contiguous()
+            self._run(step, span, HeadInputs(embedded_BqD=None, features_BqD=features_BnD), None)
 
     def _forward(self, step: _Step, kept: int) -> tuple[Tensor, Tensor]:
         self._prefill(step)
-        known = step.features_BtD.shape[1]
-        mask = step.masks[_KIND]
-        assert mask is not None
-        block_BS = step.tokens_Bq[:, known:]
-        embedded_BSD = self._head.borrowed.embed(block_BS, self.dtype).contiguous()
-        _, states = self._kernel.run(
-            block_BS,
-            step.positions_Rq[:, known:],
-            step.rotary_N2E,
-            {_KIND: mask[:, :, known:]},
-            replace(step.place, column=step.place.column + known),
-            0,
-            [self._feature],
+        block = slice(step.features_BtD.shape[1], step.tokens_Bq.shape[1])
+        embedded_BSD = self._head.borrowed.embed(step.tokens_Bq[:, block], self.dtype).contiguous()
+        assert step.mask is not None
+        _, (states_BSD,) = self._run(
+            step,
+            block,
             HeadInputs(embedded_BqD=embedded_BSD, features_BqD=None),
+            step.mask[:, :, block],
+            states=[self._feature],
         )
-        drafting_BSD: Tensor = self._head.slots(states[0].to(self._model.dtype))
+        drafting_BSD: Tensor = self._head.slots(states_BSD)
         return drafting_BSD[:, :0], drafting_BSD
-
-
-_FORWARDS: dict[type, type[HeadForward]] = {
-    MtpHead: MtpForward,
-    DFlashHead: BlockHeadForward,
-    DSparkHead: BlockHeadForward,
-    JetSpecHead: BlockHeadForward,
-}

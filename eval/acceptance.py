@@ -38,9 +38,7 @@ from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
-from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.vocabulary import vocabulary_map
 
 # Elements of [N, V] processed at once for the candidates of a rank (32 MiB in fp32).
@@ -87,7 +85,7 @@ class Positions:
 @torch.inference_mode()
 def draft_logits(
     head: Head,
-    hidden_states: Mapping[int, Tensor] | Sequence[Tensor],
+    hidden_states: Mapping[int, Tensor],
     ids_BT: Tensor,
     alone_B: Tensor,
     depths: int,
@@ -124,17 +122,11 @@ def draft_logits(
         texts_BT[:, 0] = alone_B
         fused_BTH = head.fuse(chosen_from)
         for features_BTH in head.unroll(ids_BT, fused_BTH, depths, texts_BW=texts_BT):
-            logits_NV = head.logits(features_BTH[at])
-            yield head.to_target(logits_NV) if isinstance(head, Eagle3Head) else logits_NV, None
+            yield head.to_target(head.logits(features_BTH[at])), None
         return
-    states_1NH = chosen_from[0][at].unsqueeze(0)
-    if isinstance(head, MedusaHeads):
-        for logits_NV in head(states_1NH)[0].unbind(1)[:depths]:
-            yield logits_NV, None
-    else:
-        for depth in range(min(depths, head.config.num_heads)):
-            below_1ND = below_NT[None, :, : depth + 1]
-            yield head(states_1NH, below_1ND)[0], None
+    states_NH = chosen_from[0][at]
+    for depth in range(min(depths, head.config.num_heads)):
+        yield head.logits_of(depth, head.inputs(states_NH, below_NT[:, : depth + 1])), None
 
 
 def _block_logits(

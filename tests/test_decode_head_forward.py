@@ -28,7 +28,7 @@ from draftsmith.decode.runner import Block, Runner
 from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead
+from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead, layer_of
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
 
@@ -93,8 +93,8 @@ def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
 
 def mtp(family: str, hidden_first: bool = False) -> MtpHead:
     model = target()
-    config = MtpConfig.like(model, family, hidden_first)
-    head = MtpHead(replace(config, layer=config.layer | {"intermediate_size": 512}), model)
+    layer = layer_of(model, family) | {"intermediate_size": 512}
+    head = MtpHead(MtpConfig.read(layer, layer=layer, hidden_first=hidden_first), model)
     draw(head.fc, head.layers, seed=1)
     return varied(head)
 

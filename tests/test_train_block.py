@@ -106,7 +106,7 @@ def test_d_pace_weighs_slots_by_the_chance_to_get_there(kind, target):
     # Block by block, from the probabilities of its tokens.
     for anchor in (4, 27, 29):
         of_block = (drafts.pairs.at_N == anchor - 1).nonzero()[:, 0]
-        ordered = of_block[drafts.depth_N[of_block].argsort()].tolist()
+        ordered = of_block[drafts.pairs.depth_N[of_block].argsort()].tolist()
         assert len(ordered) == min(trainee.draft.depths, 31 - anchor)
         chances = []
         for slot in ordered:
@@ -132,9 +132,9 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
     def slots(batch: Batch) -> Slots:
         logits_2N = 1.5 * torch.randn(2, 400, generator=random)
         at = torch.arange(400).repeat(2)
-        pairs = Pairs(torch.zeros_like(at), at, at)
         depth_N = torch.arange(2).repeat_interleave(400)
-        drafts = Drafts(pairs, torch.zeros(800, 1), depth_N, first=0)
+        pairs = Pairs(torch.zeros_like(at), at, depth_N)
+        drafts = Drafts(pairs, torch.zeros(800, 1))
         scaled_N = (torch.tensor([[4.0], [0.5]]) * logits_2N).flatten()
         sums: Any = None
         return Slots(sums, drafts, logits_2N.sigmoid().flatten(), scaled_N)

@@ -43,7 +43,6 @@ from draftsmith.decode.supported_models import Ability
 from draftsmith.decode.tree import TreeShape
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.load import depth_limit
@@ -70,9 +69,7 @@ class HeadProposer(NetworkProposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         width = int(target.config.get_text_config().hidden_size)
-        reads = self.head.config.hidden_size
-        if isinstance(self.head, Eagle3Head):
-            reads = self.head.config.target_hidden_size
+        reads = self.head.borrowed.hidden_size
         if reads != width:
             raise ValueError(
                 f"head for hidden size {reads}, target has {width}; use its own target"
@@ -260,8 +257,7 @@ class _EagleNetwork(_HeadNetwork, CachedNetwork):
             logits, (features_BqH,) = bound.run(tokens_Bq, inputs, features_BqH)
             if opening:
                 features_BqH = features_BqH[:, -1:]
-            if isinstance(self.head, Eagle3Head):
-                logits = self.head.to_target(logits)
+            logits = self.head.to_target(logits)
             return fit_vocabulary(logits, self.vocabulary), features_BqH
 
         inputs = (tokens_Bq, bound.inputs, features_BqH)
@@ -297,22 +293,20 @@ class _BlockNetwork(_EagleNetwork):
         room = setup.max_new_tokens + slots_per_step(setup.tree) + config.block_size
         prompts = [prompt[:-1] for prompt in setup.prompts]
         self.runner.prefill(prompts, room, features_BTH=features_BTH)
-        self.masks = [config.mask_token_id] * (config.block_size - 1)
-        self.causal = config.causal
         self.deepest = setup.tree.depth
-        self.draft_rows: FusedLinear | None = None
-        if self.head.reduced and self.runner.packs is not None:
-            self.draft_rows = self._packed_rows(self.runner.packs)
+        self.draft_rows = self._packed_rows(self.runner.packs)
         self.rows = [_Pending([prompt[-1]], features_BTH[0, :0]) for prompt in setup.prompts]
 
     def open(self) -> Tensor:
+        config = self.head.config
+        slots = config.block_size
+        masks = [config.mask_token_id] * (slots - 1)
         blocks: list[list[int]] = []
         for tokens, features_nH in self.rows:
-            blocks.append([0] * len(features_nH) + [tokens[-1]] + self.masks)
+            blocks.append([0] * len(features_nH) + [tokens[-1]] + masks)
         tokens_BT, self.lead = self.runner.open_pending(blocks)
-        slots = len(self.masks) + 1
         self.known = tokens_BT.shape[1] - slots
-        block = block_behind(self.known, slots, self.causal, self.runner.device)
+        block = block_behind(self.known, slots, config.causal, self.runner.device)
         bound = self.runner.bind(block, hidden_layers=(0,))
         _, (states_BSH,) = self.runner.call(
             ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
@@ -323,16 +317,17 @@ class _BlockNetwork(_EagleNetwork):
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
 
-    def _packed_rows(self, packs: Packs) -> FusedLinear | None:
-        """Pack the target's output projection of the draft vocabulary, because torch multiplies up
-        to four rows in bf16 slowly.
+    def _packed_rows(self, packs: Packs | None) -> FusedLinear | None:
+        """Pack the target's output projection of a reduced draft vocabulary, because torch
+        multiplies up to four rows in bf16 slowly.
         """
+        if packs is None or not self.head.reduced:
+            return None
         config = self.head.config
         linear = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
         linear.weight = nn.Parameter(self.head.rows_DH, requires_grad=False)
-        bias_V = self.head.borrowed.bias_V
-        if bias_V is not None:
-            linear.bias = nn.Parameter(bias_V[self.head.target_ids_D], requires_grad=False)
+        if self.head.bias_D is not None:
+            linear.bias = nn.Parameter(self.head.bias_D, requires_grad=False)
         matrix = packs.matrix("rows_DH", [linear])
         return None if matrix is None else FusedLinear([linear], matrix, torch.float32)
 

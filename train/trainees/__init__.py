@@ -9,9 +9,8 @@ from draftsmith.train.trainees.block import BlockTrainee
 from draftsmith.train.trainees.head import (
     Eagle3Trainee,
     EagleTrainee,
-    HydraTrainee,
-    MedusaTrainee,
     MtpTrainee,
+    ParallelTrainee,
 )
 from draftsmith.train.trainees.lm import LMTrainee
 
@@ -20,8 +19,8 @@ TRAINEES: dict[str, Callable[..., Trainee]] = {
     "eagle": EagleTrainee,
     "eagle3": Eagle3Trainee,
     "mtp": MtpTrainee,
-    "medusa": MedusaTrainee,
-    "hydra": HydraTrainee,
+    "medusa": ParallelTrainee,
+    "hydra": ParallelTrainee,
     "dflash": BlockTrainee,
     "dspark": BlockTrainee,
     "jetspec": BlockTrainee,

@@ -24,7 +24,7 @@ from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.train.batch import Batch, LossSums
 from draftsmith.train.chunked import LowRank, Output, TokenLoss
 from draftsmith.train.objective import parse_objective
-from draftsmith.train.trainees.head import Drafts, HeadTrainee, Pairs, Part, join, pairs_at
+from draftsmith.train.trainees.head import Drafts, HeadTrainee, Pairs, join, pairs_at
 
 # Candidates for a slot's temperature, and the bins of the calibration error.
 _TEMPERATURES = tuple(2.0 ** (step / 10) for step in range(-30, 31))
@@ -106,7 +106,7 @@ class BlockTrainee(HeadTrainee):
         _, place_BT = self.blocks(batch)
         return (place_BT >= 0).sum()
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Drafts]:
         """For every depth the pairs before the anchors that count, and the normed states `[N, H]`
         of their slots.
         """
@@ -119,16 +119,14 @@ class BlockTrainee(HeadTrainee):
             place_N = place_BT[pairs.row_N, pairs.at_N + 1]
             kept = place_N >= 0
             pairs = pairs.at(kept)
-            yield pairs, drafted_BADH[pairs.row_N, place_N[kept], depth - 1]
+            yield Drafts(pairs, drafted_BADH[pairs.row_N, place_N[kept], depth - 1])
 
     def output_at(self, depth: int) -> Output:
         """The target's, not trained; of a part of the vocabulary its rows."""
-        output = super().output_at(depth)
-        if not self.draft.reduced:
-            return output
-        bias_V = output.bias_V
-        bias_D = None if bias_V is None else bias_V[self.draft.target_ids_D]
-        return Output(self.draft.rows_DH, bias_D, output.projection)
+        projection = self.draft.borrowed.projection
+        reduced = self.draft.reduced
+        weight_DH = self.draft.rows_DH if reduced else projection.weight_VH.detach()
+        return Output(weight_DH, self.draft.bias_D, projection)
 
     def forward(self, batch: Batch) -> LossSums:
         return self.slots(batch).sums
@@ -138,7 +136,7 @@ class BlockTrainee(HeadTrainee):
         states, last_BTH = self.target.read(batch)
         drafts = join(list(self.drafts(batch, states)), batch)
         paced = self.objective.paced
-        weights_N = self.paces(drafts, batch) if paced else self.step_decay**drafts.depth_N
+        weights_N = self.paces(drafts, batch) if paced else self.step_decay**drafts.pairs.depth_N
         low_rank = self.markov(drafts.pairs, batch)
         sums, alpha_N = self.sums(
             drafts, batch, last_BTH, weights_N, depths=self.draft.depths, low_rank=low_rank
@@ -175,7 +173,7 @@ class BlockTrainee(HeadTrainee):
             per_token_3N=per_token_3N,
         )
         q_N = (-per_token_3N[0]).exp() * drafted_N
-        slots = drafts.pairs.pair_index_N(batch), drafts.depth_N
+        slots = drafts.pairs.pair_index_N(batch), drafts.pairs.depth_N
         steps_MD = torch.zeros(batch.ids_BT.numel(), self.draft.depths, device=tokens_N.device)
         steps_MD[slots] = (1 + q_N) / 2
         reached_MD = steps_MD.cumprod(1)
@@ -201,7 +199,7 @@ def calibrate(trainee: BlockTrainee, batches: Iterable[Batch]) -> dict[str, floa
         blocks_N = slots.drafts.pairs.pair_index_N(batch).cpu()
         # Confidence logits and alphas of every block, `[2, M, D]`; NaN in slots that do not count.
         part_2MD = torch.full((2, batch.ids_BT.numel(), head.depths), math.nan)
-        depth_N = slots.drafts.depth_N.cpu()
+        depth_N = slots.drafts.pairs.depth_N.cpu()
         part_2MD[:, blocks_N, depth_N] = figures_2N.cpu()
         counts_M = part_2MD[1, :, 0].isfinite()
         parts.append(part_2MD[:, counts_M])
@@ -240,6 +238,6 @@ def _error(found_2MD: Tensor, temperatures: Sequence[float]) -> float:
     said_M = said_M[counts_M]
     apart_M = (said_M - is_M[counts_M]).double()
     bins_M = (said_M * _BINS).long().clamp_max(_BINS - 1)
-    sums = torch.zeros(_BINS, dtype=torch.float64).index_add_(0, bins_M, apart_M)
+    sums = torch.bincount(bins_M, weights=apart_M)
     error = float(sums.abs().sum())
     return error / max(len(apart_M), 1)

@@ -13,12 +13,12 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
@@ -41,19 +41,21 @@ STEP_DECAY = 0.8
 TOKEN_WEIGHT = 0.1
 
 
-@dataclass(frozen=True, eq=False)
-class Pairs:
-    """The pairs that count at a depth: their row and position, and the position of the target's
-    distribution.
-    """
+class Pairs(NamedTuple):
+    """The pairs that count at a depth, or at several: their row, position and depth (from 0)."""
 
     row_N: Tensor
     at_N: Tensor
-    target_at_N: Tensor
+    depth_N: Tensor
+
+    @property
+    def target_at_N(self) -> Tensor:
+        """The position of the target's distribution."""
+        return self.at_N + self.depth_N + 1
 
     def at(self, index_N: Tensor) -> "Pairs":
         """The pairs at an index or mask."""
-        return Pairs(self.row_N[index_N], self.at_N[index_N], self.target_at_N[index_N])
+        return Pairs._make(values_N[index_N] for values_N in self)
 
     def of_pairs(self, values_BT: Tensor) -> Tensor:
         """`[N, ...]` at the pairs."""
@@ -72,74 +74,37 @@ class Pairs:
         return self.row_N * batch.ids_BT.shape[1] + self.target_at_N
 
 
-# What is drafted at one depth: the pairs that count, and `[N, H]` of each.
-Part = tuple[Pairs, Tensor]
-
-
 def pairs_at(batch: Batch, depth: int) -> Pairs:
     """The pairs that count at this depth, from 1."""
+    width = batch.ids_BT.shape[1] - 1
+
+    def ahead(values_BT: Tensor) -> Tensor:
+        return F.pad(values_BT, (0, depth))[:, depth : depth + width]
+
     valid_BT = batch.labels_BT != IGNORE
-    counts_BW = valid_BT[:, 1:].clone()
-    later_BW = torch.zeros_like(counts_BW)
-    width = counts_BW.shape[1] + 1 - depth
-    if width > 0:
-        later_BW[:, :width] = valid_BT[:, depth:]
-    counts_BW &= later_BW
+    counts_BW = valid_BT[:, 1:] & ahead(valid_BT)
     if batch.documents_BT is not None and batch.positions_BT is not None:
         # The pair before a document's first position belongs to the document before it.
         counts_BW &= batch.positions_BT[:, 1:] > 0
-        if width > 0:
-            counts_BW[:, :width] &= (
-                batch.documents_BT[:, depth:] == batch.documents_BT[:, 1 : 1 + width]
-            )
+        counts_BW &= batch.documents_BT[:, 1:] == ahead(batch.documents_BT)
     row_N, at_N = counts_BW.nonzero(as_tuple=True)
-    return Pairs(row_N, at_N, at_N + depth)
+    return Pairs(row_N, at_N, torch.full_like(row_N, depth - 1))
 
 
-@dataclass(frozen=True, eq=False)
-class Drafts:
-    """Drafts of several depths; those of one target distribution follow each other.
-
-    depth_N: from 0. first: the lowest depth, whose output projection is that of all.
-    """
+class Drafts(NamedTuple):
+    """What is drafted at one depth, or at several: the pairs that count, and `[N, H]` of each."""
 
     pairs: Pairs
     hidden_NH: Tensor
-    depth_N: Tensor
-    first: int
 
 
-def join(parts: Sequence[Part], batch: Batch, first: int = 0) -> Drafts:
-    """Sort the drafts of several depths, from `first`, by the target's distribution."""
-    by_depth = [pairs for pairs, _ in parts]
-    depths = [torch.full_like(pairs.row_N, d) for d, pairs in enumerate(by_depth, first)]
-    row_N = torch.cat([pairs.row_N for pairs in by_depth])
-    at_N = torch.cat([pairs.at_N for pairs in by_depth])
-    target_at_N = torch.cat([pairs.target_at_N for pairs in by_depth])
-    pairs = Pairs(row_N, at_N, target_at_N)
-    hidden_NH = torch.cat([hidden_NH for _, hidden_NH in parts])
+def join(parts: Sequence[Drafts], batch: Batch) -> Drafts:
+    """The drafts of several depths, those of one target distribution after each other."""
+    columns = zip(*[part.pairs for part in parts], strict=True)
+    pairs = Pairs._make(torch.cat(values) for values in columns)
     order_N = pairs.target_index_N(batch).argsort(stable=True)
-    return Drafts(
-        pairs=pairs.at(order_N),
-        hidden_NH=hidden_NH[order_N],
-        depth_N=torch.cat(depths)[order_N],
-        first=first,
-    )
-
-
-def total(groups: Sequence[LossSums]) -> LossSums:
-    """The sums of several groups of depths as one."""
-    fields = zip(*groups, strict=True)
-    return LossSums._make(
-        None if parts[0] is None else torch.stack(parts).sum(0) for parts in fields
-    )
-
-
-class HeadSums(NamedTuple):
-    """The sums of a batch, and alpha of each draft."""
-
-    sums: LossSums
-    alpha_N: Tensor
+    hidden_NH = torch.cat([part.hidden_NH for part in parts])
+    return Drafts(pairs.at(order_N), hidden_NH[order_N])
 
 
 class HeadTrainee(Trainee):
@@ -150,9 +115,6 @@ class HeadTrainee(Trainee):
     depth relative to the depth before.
     """
 
-    # Whether all depths share an output projection, and with it the passes over the target's
-    # distributions.
-    one_projection = True
     draft: Head
     target: FrozenTarget
 
@@ -177,17 +139,26 @@ class HeadTrainee(Trainee):
     def forward(self, batch: Batch) -> LossSums:
         states, last_BTH = self.target.read(batch)
         parts = list(self.drafts(batch, states))
-        if self.one_projection:
-            groups = [join(parts, batch)]
+        if len(self.draft.outputs()) < 2:
+            # Depths that share an output projection share the passes over the target's
+            # distributions.
+            groups = [parts]
         else:
-            groups = [join([part], batch, depth) for depth, part in enumerate(parts)]
-        sums = []
-        for drafts in groups:
-            weights_N = self.step_decay**drafts.depth_N
-            sums.append(self.sums(drafts, batch, last_BTH, weights_N, depths=len(parts)).sums)
-        return total(sums)
+            groups = [[part] for part in parts]
+        found: list[LossSums] = []
+        for depth, group in enumerate(groups):
+            drafts = join(group, batch)
+            weights_N = self.step_decay**drafts.pairs.depth_N
+            sums, _ = self.sums(
+                drafts, batch, last_BTH, weights_N, depths=len(parts), projection=depth
+            )
+            found.append(sums)
+        return LossSums._make(
+            None if values[0] is None else torch.stack(values).sum(0)
+            for values in zip(*found, strict=True)
+        )
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Drafts]:
         """Yield, for every depth, the pairs that count and what the output projection reads there,
         `[N, H]`.
 
@@ -196,10 +167,17 @@ class HeadTrainee(Trainee):
         raise NotImplementedError
 
     def output_at(self, depth: int) -> Output:
-        """How logits are made at a depth, from 0: here by the target's projection, not trained."""
+        """How logits are made at a depth, from 0: by the head's own projection, which is trained,
+        or by the target's. Scale and soft cap are the target's.
+        """
         borrowed = self.draft.borrowed
         projection = borrowed.projection
-        return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
+        outputs: list[Any] = self.draft.outputs()
+        if not outputs:
+            return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
+        linear = outputs[depth]
+        bias_V = self.draft.extra_bias_V if isinstance(self.draft, MedusaHeads) else linear.bias
+        return Output(linear.weight, bias_V, replace(projection, module=linear, before=None))
 
     def sums(
         self,
@@ -209,9 +187,12 @@ class HeadTrainee(Trainee):
         weights_N: Tensor,
         *,
         depths: int,
+        projection: int = 0,
         low_rank: LowRank | None = None,
-    ) -> HeadSums:
-        """The objective with these weights, and acceptance. low_rank: as in `TokenLoss.sums`."""
+    ) -> tuple[LossSums, Tensor]:
+        """The objective with these weights, and alpha `[N]` of each draft. projection: the depth
+        whose output projection is that of all. low_rank: as in `TokenLoss.sums`.
+        """
         pairs = drafts.pairs
         places, row_N = pairs.target_index_N(batch).unique_consecutive(return_inverse=True)
         last_NH = last_BTH.flatten(0, 1)[places]
@@ -226,7 +207,7 @@ class HeadTrainee(Trainee):
         wide = torch.promote_types(drafts.hidden_NH.dtype, torch.float32)
         per_token_3N = torch.zeros(3, len(tokens_N), dtype=wide, device=tokens_N.device)
         sums = self.loss.sums(
-            self.output_at(drafts.first),
+            self.output_at(projection),
             drafts.hidden_NH,
             tokens_N,
             teacher=teacher,
@@ -235,7 +216,7 @@ class HeadTrainee(Trainee):
             per_token_3N=per_token_3N,
         )
         _, alpha_N, missing_N = per_token_3N
-        of_depth_ND = drafts.depth_N[:, None] == torch.arange(depths, device=tokens_N.device)
+        of_depth_ND = pairs.depth_N[:, None] == torch.arange(depths, device=tokens_N.device)
         tokens_D = of_depth_ND.sum(0)
         alpha_D = (alpha_N[:, None] * of_depth_ND).sum(0)
         missing = None if sums.missing is None else missing_N[of_depth_ND[:, 0]].sum()
@@ -246,7 +227,7 @@ class HeadTrainee(Trainee):
             depth_tokens_D=tokens_D,
             missing=missing,
         )
-        return HeadSums(of_depths, alpha_N)
+        return of_depths, alpha_N
 
 
 class _UnrolledTrainee(HeadTrainee):
@@ -259,11 +240,11 @@ class _UnrolledTrainee(HeadTrainee):
         super().__init__(*arguments, **options)
         self.test_steps = test_steps or self.usual_steps
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Drafts]:
         features_BWH = self.draft.fuse([state_BTH[:, :-1] for state_BTH in states])
         return self.unrolled(batch, features_BWH, self.test_steps)
 
-    def unrolled(self, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Part]:
+    def unrolled(self, batch: Batch, features_BWH: Tensor, depths: int) -> Iterator[Drafts]:
         """Yield `drafts`, from the features of depth 1."""
         positions_BW = documents_BW = None
         if batch.documents_BT is not None and batch.positions_BT is not None:
@@ -276,7 +257,7 @@ class _UnrolledTrainee(HeadTrainee):
         )
         for depth, states_BWH in enumerate(unrolled, 1):
             pairs = pairs_at(batch, depth)
-            yield pairs, self.draft.normed(pairs.of_pairs(states_BWH))
+            yield Drafts(pairs, self.draft.normed(pairs.of_pairs(states_BWH)))
 
 
 class EagleTrainee(_UnrolledTrainee):
@@ -313,12 +294,12 @@ class EagleTrainee(_UnrolledTrainee):
             apart_NH = F.smooth_l1_loss(hidden_NH.float(), wanted_NH, reduction="none")
             regression = regression + self.step_decay**depth * apart_NH.mean(-1).sum()
         drafts = join(parts, batch)
-        trained_N = drafts.depth_N < self.test_steps
-        weights_N = TOKEN_WEIGHT * self.step_decay**drafts.depth_N * trained_N
-        sums = self.sums(drafts, batch, last_BTH, weights_N, depths=self.depths).sums
+        depth_N = drafts.pairs.depth_N
+        weights_N = TOKEN_WEIGHT * self.step_decay**depth_N * (depth_N < self.test_steps)
+        sums, _ = self.sums(drafts, batch, last_BTH, weights_N, depths=self.depths)
         return sums._replace(loss=regression + sums.loss)
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Drafts]:
         inputs_BWH = states[0][:, :-1].to(self.draft.fc.weight.dtype)
         if self.training and self.noise:
             shift_BWH = torch.rand_like(inputs_BWH) * 2 - 1
@@ -341,12 +322,6 @@ class Eagle3Trainee(_UnrolledTrainee):
     draft: Eagle3Head
     usual_steps = 7
 
-    def output_at(self, depth: int) -> Output:
-        """The head's own, at every depth."""
-        lm_head = self.draft.lm_head
-        projection = replace(self.draft.borrowed.projection, module=lm_head, before=None)
-        return Output(lm_head.weight, None, projection)
-
 
 class MtpTrainee(_UnrolledTrainee):
     """One module at all depths, on the target's output projection, which is not trained.
@@ -359,67 +334,24 @@ class MtpTrainee(_UnrolledTrainee):
     usual_steps = 3
 
 
-class MedusaTrainee(HeadTrainee):
-    """Head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv 2401.10774, section
-    2.2.1).
+class ParallelTrainee(HeadTrainee):
+    """Medusa and Hydra: head d guesses on its own; it weighs step_decay ** d (Medusa-1, arXiv
+    2401.10774, section 2.2.1; Hydra, arXiv 2402.05109, section 3).
 
-    From the feature at t it must give the token at t + 2 + d: with `ce` the data's, with other
-    objectives the target's distribution at position t + 1 + d, after the true tokens between. The
-    feature counts where the token at t + 1 may be the root of a draft, as above. Every head trains
-    an output projection of its own.
+    From the feature at t (Hydra: and the true tokens at t + 1 .. t + 1 + d) head d must give the
+    token at t + 2 + d: with `ce` the data's, with other objectives the target's distribution at
+    position t + 1 + d, after the true tokens between. The feature counts where the token at t + 1
+    may be the root of a draft, as above. Hydra's teacher cross-entropy is `fkl` plus the target's
+    own entropy: another value, the same gradient. Every Medusa head trains an output projection of
+    its own; Hydra's is the target's and is not trained, unless the heads came with their own.
     """
 
-    draft: MedusaHeads
-    one_projection = False
+    draft: MedusaHeads | HydraHeads
 
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        for d in range(len(self.draft)):
+    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Drafts]:
+        for d in range(self.draft.config.num_heads):
             pairs = pairs_at(batch, d + 1)
-            head = cast(nn.Sequential, self.draft[d])
-            features_NH = pairs.of_pairs(states[0]).to(next(head.parameters()).dtype)
-            yield pairs, head[:-1](features_NH)
-
-    def output_at(self, depth: int) -> Output:
-        """The head's own weight; scale, soft cap and bias are the target's."""
-        linear = cast(nn.Sequential, self.draft[depth])[-1]
-        assert isinstance(linear, nn.Linear)
-        borrowed = self.draft.borrowed
-        projection = replace(borrowed.projection, module=linear, before=None)
-        return Output(linear.weight, borrowed.bias_V, projection)
-
-
-class HydraTrainee(HeadTrainee):
-    """Head d also reads the tokens between the feature and its own; it weighs step_decay ** d
-    (arXiv 2402.05109, 3).
-
-    From the feature at t and the true tokens at t + 1 .. t + 1 + d it must give the token at t + 2
-    + d. The paper's teacher cross-entropy is `fkl` plus the target's own entropy: another value,
-    the same gradient. The projection is the target's and is not trained, unless the heads came with
-    projections of their own.
-    """
-
-    draft: HydraHeads
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.one_projection = not self.draft.config.own_projection
-
-    def drafts(self, batch: Batch, states: Sequence[Tensor]) -> Iterator[Part]:
-        dtype = next(self.draft.parameters()).dtype
-        for d, head in enumerate(self.draft.heads):
-            pairs = pairs_at(batch, d + 1)
-            between_N = pairs.at_N[:, None] + torch.arange(1, d + 2, device=pairs.at_N.device)
-            tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_N]
-            embedded_NX = self.draft.borrowed.embed(tokens_Nd, dtype).flatten(-2)
-            features_NH = pairs.of_pairs(states[0]).to(dtype)
-            inputs_NX = torch.cat([features_NH, embedded_NX], dim=-1)
-            yield pairs, head(inputs_NX)
-
-    def output_at(self, depth: int) -> Output:
-        """The target's, or the head's own in checkpoints of Hydra's authors."""
-        if not self.draft.config.own_projection:
-            return super().output_at(depth)
-        linear = self.draft.projections[depth]
-        assert isinstance(linear, nn.Linear)
-        projection = replace(self.draft.borrowed.projection, module=linear, before=None)
-        return Output(linear.weight, linear.bias, projection)
+            between_Nd = pairs.at_N[:, None] + torch.arange(1, d + 2, device=pairs.at_N.device)
+            tokens_Nd = batch.ids_BT[pairs.row_N[:, None], between_Nd]
+            inputs_NI = self.draft.inputs(pairs.of_pairs(states[0]), tokens_Nd)
+            yield Drafts(pairs, self.draft.blocks(d)(inputs_NI))

@@ -393,12 +393,17 @@ class BlockHead(DraftVocabulary):
         inside_NN = torch.block_diag(*[inside_SS] * blocks).expand(rows, -1, -1)
         return torch.cat([sees_BGSP.flatten(1, 2), inside_NN], dim=-1)[:, None]
 
+    @property
+    def bias_D(self) -> Tensor | None:
+        """The bias of the target's output projection, at the tokens that it drafts."""
+        bias_V = self.borrowed.bias_V
+        return bias_V[self.target_ids_D] if self.reduced and bias_V is not None else bias_V
+
     def raw_logits(self, states: Tensor) -> Tensor:
         """Logits `[..., D]` from the target's output projection, before the Markov head."""
         if not self.reduced:
             return self.borrowed.project(states, finish=False)
-        bias_V = self.borrowed.bias_V
-        bias_D = None if bias_V is None else bias_V[self.target_ids_D].to(states)
+        bias_D = None if self.bias_D is None else self.bias_D.to(states)
         return F.linear(self.borrowed.projection.prepare(states), self.rows_DH, bias_D)
 
     def logits(self, raw: Tensor, previous: Tensor | None = None) -> Tensor:

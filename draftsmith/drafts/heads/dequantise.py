@@ -6,6 +6,7 @@ inverse).
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ _IDS = ("d2t", "t2d")
 _BLOCK = 128
 
 
-def dequantised(tensors: Mapping[str, Tensor], config: JsonObject) -> dict[str, Tensor]:
-    """The tensors of a head, without scales. Raise InputError for a weight that has none.
+def dequantised(file: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> dict[str, Tensor]:
+    """The tensors of a head in `file`, without scales. Raise InputError for a weight that has none.
 
     config: its config.json, whose `quantization_config` may name the size of blocks.
     """
@@ -46,8 +47,8 @@ def dequantised(tensors: Mapping[str, Tensor], config: JsonObject) -> dict[str, 
             method = quantization.get("quant_method")
             by = f" of 'quantization_config' {method}" if method else ""
             raise InputError(
-                f"'{name}' is {str(tensor.dtype).removeprefix('torch.')}{by} without a scale that "
-                "can be read; use the head in 16 bits, or FP8 or int8 with weight_scale"
+                f"{file}: '{name}' is {str(tensor.dtype).removeprefix('torch.')}{by} without a "
+                "scale that can be read; use the head in 16 bits, or FP8 or int8 with weight_scale"
             )
         own[name] = tensor.float() * scale
     return own

@@ -114,6 +114,10 @@ class FeatureHead(nn.Module):
         """Logits `[..., V]` that the target's output projection gives for features."""
         return self.borrowed.project(states)
 
+    def to_target(self, logits: Tensor) -> Tensor:
+        """Logits over the target's vocabulary `[..., V]`: -inf for tokens that the head lacks."""
+        return logits
+
     def unroll(
         self,
         input_ids_BW: Tensor,

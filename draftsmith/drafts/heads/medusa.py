@@ -15,14 +15,14 @@ Fresh heads give the target's own logits at t: blocks begin as the identity.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow, start_as
+from draftsmith.drafts.heads.borrowed import Borrowed, ReadsLastState, borrow, start_as
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +91,56 @@ class ResBlock(nn.Module):
         return states + nn.functional.silu(self.linear(states))
 
 
-class MedusaHeads(ReadsLastState, nn.ModuleList):
-    """K heads side by side; a list of modules, so that tensors carry the names of the authors'
-    checkpoints.
-    """
+class ParallelHeads(ReadsLastState, nn.Module):
+    """K heads side by side: residual blocks, then an output projection, its own or the target's."""
 
-    kind: ClassVar[str] = "medusa"
+    kind: ClassVar[str]
     config_type = HeadsConfig
+    borrowed: Borrowed
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1) -> Self:
+        """Untrained heads, each the target's own output, on its device, in its dtype and in
+        training mode.
+        """
+        values = {f"{cls.kind}_num_heads": num_heads, f"{cls.kind}_num_layers": num_layers}
+        heads = cls(HeadsConfig.from_json(values, target), target)
+        outputs: list[Any] = heads.outputs()
+        for linear in outputs:
+            start_as(linear.weight, heads.borrowed)
+        return heads.to(device=target.device, dtype=target.dtype)
+
+    def blocks(self, number: int) -> nn.Sequential:
+        """The residual blocks of one head."""
+        raise NotImplementedError
+
+    @property
+    def extra_bias_V(self) -> Tensor | None:
+        """What is added to the logits of projections of their own, beside their own biases."""
+        return None
+
+    def inputs(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """What a head reads, `[..., I]`, of features `[..., H]` and the tokens after them `[..., d
+        + 1]`.
+        """
+        raise NotImplementedError
+
+    def logits_of(self, number: int, inputs: Tensor) -> Tensor:
+        """Logits `[..., V]` of one head, from what it reads."""
+        states = self.blocks(number)(inputs)
+        outputs = self.outputs()
+        if not outputs:
+            return self.borrowed.project(states)
+        logits = outputs[number](states)
+        if self.extra_bias_V is not None:
+            logits = logits + self.extra_bias_V
+        return self.borrowed.projection.finish(logits)
+
+
+class MedusaHeads(ParallelHeads, nn.ModuleList):
+    """A list of modules, so that tensors carry the names of the authors' checkpoints."""
+
+    kind = "medusa"
 
     def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
         super().__init__()
@@ -111,38 +154,29 @@ class MedusaHeads(ReadsLastState, nn.ModuleList):
         self.config = config
         self.borrowed = borrow(target)
 
-    @classmethod
-    def fresh(
-        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
-    ) -> "MedusaHeads":
-        """Untrained heads, each the target's own output, on its device, in its dtype and in
-        training mode.
-        """
-        values = {"medusa_num_heads": num_heads, "medusa_num_layers": num_layers}
-        heads = cls(HeadsConfig.from_json(values, target), target)
-        for head in heads:
-            start_as(head[-1].weight, heads.borrowed)  # type: ignore[index]
-        return heads.to(device=target.device, dtype=target.dtype)
+    def blocks(self, number: int) -> nn.Sequential:
+        head: Any = self[number]
+        blocks: nn.Sequential = head[:-1]
+        return blocks
 
-    def outputs(self) -> list[nn.Module]:
+    def outputs(self) -> list[Any]:
         """The output projections of all heads."""
-        return [head[-1] for head in self]  # type: ignore[index]
+        return [list(head.children())[-1] for head in self]
+
+    @property
+    def extra_bias_V(self) -> Tensor | None:
+        """The target's: the checkpoint format has no place for a bias."""
+        return self.borrowed.bias_V
+
+    def inputs(self, features: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """The features; tokens are not read."""
+        return features.to(next(self.parameters()).dtype)
 
     def forward(self, features_BTH: Tensor) -> Tensor:
         """Logits `[B, T, K, V]`; `[:, t, i]` is for the token at t + 2 + i."""
-        features_BTH = features_BTH.to(next(self.parameters()).dtype)
-        return self._finish(torch.stack([head(features_BTH) for head in self], dim=2))
-
-    def logits_of(self, number: int, features_BTH: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of one head: `forward`'s at `[:, :, number]`."""
-        features_BTH = features_BTH.to(next(self.parameters()).dtype)
-        return self._finish(self[number](features_BTH))
-
-    def _finish(self, logits: Tensor) -> Tensor:
-        if self.borrowed.bias_V is not None:
-            # The checkpoint format has no place for a bias, so the target's is used.
-            logits = logits + self.borrowed.bias_V
-        return self.borrowed.projection.finish(logits)
+        inputs_BTH = self.inputs(features_BTH)
+        logits = [self.logits_of(number, inputs_BTH) for number in range(len(self))]
+        return torch.stack(logits, dim=2)
 
 
 class FirstBlock(ResBlock):
@@ -159,11 +193,10 @@ class FirstBlock(ResBlock):
         return self.skip(states) + nn.functional.silu(self.linear(states))
 
 
-class HydraHeads(ReadsLastState, nn.Module):
+class HydraHeads(ParallelHeads):
     """K grounded heads, over the target's own output projection unless they have their own."""
 
-    kind: ClassVar[str] = "hydra"
-    config_type = HeadsConfig
+    kind = "hydra"
 
     def __init__(self, config: HeadsConfig, target: PreTrainedModel) -> None:
         super().__init__()
@@ -181,18 +214,20 @@ class HydraHeads(ReadsLastState, nn.Module):
                 nn.Linear(hidden, config.vocab_size) for _ in range(config.num_heads)
             )
 
-    @classmethod
-    def fresh(
-        cls, target: PreTrainedModel, *, num_heads: int = 4, num_layers: int = 1
-    ) -> "HydraHeads":
-        """Untrained heads on the target's device, in its dtype and in training mode."""
-        values = {"hydra_num_heads": num_heads, "hydra_num_layers": num_layers}
-        config = HeadsConfig.from_json(values, target)
-        return cls(config, target).to(device=target.device, dtype=target.dtype)
+    def blocks(self, number: int) -> nn.Sequential:
+        blocks: Any = self.heads[number]
+        assert isinstance(blocks, nn.Sequential)
+        return blocks
 
-    def outputs(self) -> list[nn.Module]:
+    def outputs(self) -> list[Any]:
         """The output projections of all heads; none if all use the target's."""
         return list(self.projections) if self.config.own_projection else []
+
+    def inputs(self, features: Tensor, tokens: Tensor) -> Tensor:
+        """The feature, then the tokens' embeddings: `[..., (d + 2) * H]`."""
+        dtype = next(self.parameters()).dtype
+        embedded = self.borrowed.embed(tokens, dtype).flatten(-2)
+        return torch.cat([features.to(dtype), embedded], dim=-1)
 
     def forward(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
         """Logits `[B, T, V]` of head number `tokens_BTd.shape[-1] - 1`, for the token after the
@@ -200,21 +235,4 @@ class HydraHeads(ReadsLastState, nn.Module):
 
         `tokens_BTd[:, t, 0]` is the token right after the position of `features_BTH[:, t]`.
         """
-        number = tokens_BTd.shape[-1] - 1
-        return self.logits_of(number, self.inputs(features_BTH, tokens_BTd))
-
-    def inputs(self, features_BTH: Tensor, tokens_BTd: Tensor) -> Tensor:
-        """Return what the head of these tokens reads, `[B, T, (d + 2) * H]`: the feature, then the
-        tokens' embeddings.
-        """
-        dtype = next(self.parameters()).dtype
-        embedded_BTX = self.borrowed.embed(tokens_BTd, dtype).flatten(-2)
-        return torch.cat([features_BTH.to(dtype), embedded_BTX], dim=-1)
-
-    def logits_of(self, number: int, inputs_BTX: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of one head, from what it reads."""
-        states_BTH = self.heads[number](inputs_BTX)
-        if self.config.own_projection:
-            logits_BTV = self.projections[number](states_BTH)
-            return self.borrowed.projection.finish(logits_BTV)
-        return self.borrowed.project(states_BTH)
+        return self.logits_of(tokens_BTd.shape[-1] - 1, self.inputs(features_BTH, tokens_BTd))

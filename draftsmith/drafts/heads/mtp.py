@@ -63,48 +63,18 @@ _FEWEST_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpConfig:
-    """The layer, and what differs between families."""
+class MtpConfig(LayerConfig):
+    """The layer, its sizes, and what differs between families."""
 
     layer: JsonObject
     """The transformers config of a model of this one layer."""
     hidden_first: bool = False
     """`fc` reads [hidden state; embedding] (MiMo), not [embedding; hidden state]."""
-    num_hidden_layers: ClassVar[int] = 1
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self.layer["hidden_size"])
-
-    @property
-    def vocab_size(self) -> int:
-        return int(self.layer["vocab_size"])
-
-    @property
-    def num_attention_heads(self) -> int:
-        return int(self.layer["num_attention_heads"])
-
-    @property
-    def num_key_value_heads(self) -> int:
-        return int(self.layer.get("num_key_value_heads") or self.num_attention_heads)
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one attention head."""
-        return int(self.layer.get("head_dim") or self.hidden_size // self.num_attention_heads)
 
     @property
     def num_experts_per_tok(self) -> int | None:
         """Experts that a token has, if the layer is a mixture."""
         return self.layer.get("num_experts_per_tok")
-
-    @property
-    def hidden_act(self) -> str:
-        return str(self.layer["hidden_act"])
-
-    @property
-    def rms_norm_eps(self) -> float:
-        return float(self.layer["rms_norm_eps"])
 
     def to_json(self) -> JsonObject:
         return {
@@ -117,9 +87,10 @@ class MtpConfig:
     def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "MtpConfig":
         """Read config.json. Raises InputError if its sizes or its family are not the target's."""
         if "layer" in values:
-            config = cls(layer=values["layer"], hidden_first=values["hidden_first"])
+            layer = values["layer"]
         else:
-            config = cls.like(target, values["family"], hidden_first=values["hidden_first"])
+            layer = layer_of(target, values["family"])
+        config = cls.read(layer, layer=layer, hidden_first=values["hidden_first"])
         borrow(target).check_sizes(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
         family = config.layer["model_type"]
         known = text_config(target).model_type
@@ -129,24 +100,6 @@ class MtpConfig:
                 "target it was trained for"
             )
         return config
-
-    @classmethod
-    def like(
-        cls, target: PreTrainedModel, family: str | None = None, hidden_first: bool = False
-    ) -> "MtpConfig":
-        """A layer of the target's own kind with full attention; a LLaMA layer as wide as one of the
-        target for a family whose layers cannot run on their own.
-
-        family: another one, LLaMA-like, to which the layer belongs (`qwen2`).
-        """
-        config = None if family else _own_layer(target)
-        if config is None:
-            config = _llama_like(target, family or LlamaConfig.model_type)
-        values = json.loads(json.dumps(config.to_dict()))
-        for key in _NOT_OF_THE_LAYER:
-            values.pop(key, None)
-        values["vocab_size"] = vocabulary_size(target)
-        return cls(layer=values, hidden_first=hidden_first)
 
     def model(self, seed: int = 0) -> Any:
         """A fresh model of the one layer, on the CPU and in fp32, with an embedding of a few
@@ -160,6 +113,21 @@ class MtpConfig:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModel.from_config(config, dtype=torch.float32)
+
+
+def layer_of(target: PreTrainedModel, family: str | None = None) -> JsonObject:
+    """The transformers config of a layer of the target's own kind with full attention; of a LLaMA
+    layer as wide as one of the target for a family whose layers cannot run on their own.
+
+    family: another one, LLaMA-like, to which the layer belongs (`qwen2`).
+    """
+    config = None if family else _own_layer(target)
+    if config is None:
+        config = _llama_like(target, family or LlamaConfig.model_type)
+    values: JsonObject = json.loads(json.dumps(config.to_dict()))
+    for key in _NOT_OF_THE_LAYER:
+        values.pop(key, None)
+    return values | {"vocab_size": vocabulary_size(target)}
 
 
 def _own_layer(target: PreTrainedModel) -> PretrainedConfig | None:
@@ -263,7 +231,8 @@ class MtpHead(ReadsLastState, FeatureHead):
     @classmethod
     def fresh(cls, target: PreTrainedModel, *, seed: int = 0) -> "MtpHead":
         """An untrained head on the target's device, in its dtype and in training mode."""
-        head = cls(MtpConfig.like(target), target, seed)
+        layer = layer_of(target)
+        head = cls(MtpConfig.read(layer, layer=layer), target, seed)
         nn.init.normal_(head.fc.weight, 0.0, join_scale(head.fc), generator=generator(seed))
         return head.to(device=target.device, dtype=target.dtype)
 

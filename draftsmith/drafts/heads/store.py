@@ -89,13 +89,10 @@ def _directory(path: str | Path) -> Path:
     """Where a head lies: the path itself, or the hub's cache for a name on the hub whose config may
     be a head's.
     """
-    if not is_hub_name(str(path)) or (config := cached(str(path), "config.json")) is None:
-        return Path(path)
-    return (
-        snapshot(str(path))
-        if may_be_head(read_json(config, "the config of a draft"))
-        else Path(path)
-    )
+    config = cached(str(path), "config.json") if is_hub_name(str(path)) else None
+    if config is not None and may_be_head(read_json(config, "the config of a draft")):
+        return snapshot(str(path))
+    return Path(path)
 
 
 def _layout(directory: Path, values: JsonObject) -> Layout | None:
@@ -127,7 +124,7 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
         raise InputError(
             f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}"
         )
-    file, tensors = read_tensors(directory)
+    file, tensors = _read_tensors(directory, values)
     files = _Files(config, file, values, tensors, ours=bool(read_record(directory)))
     return _loaded(kind, _layout(directory, values), files, target)
 
@@ -216,9 +213,7 @@ def _native_files(name: str, target: PreTrainedModel) -> _Files:
         if wanted := found.first(names):
             tensors |= _load(file, wanted=wanted)
     config = read_json(directory / "config.json", "the config of a model")
-    return _Files(
-        directory / "config.json", directory, {}, _dequantised(directory, tensors, config)
-    )
+    return _Files(directory / "config.json", directory, {}, dequantised(directory, tensors, config))
 
 
 def _check_embedding(borrowed: Borrowed, file: Path, copy: Tensor) -> None:
@@ -264,8 +259,8 @@ def _tensor_files(directory: Path) -> list[Path]:
     return [file for file in pickles if not file.name.startswith(_NOT_WEIGHTS)]
 
 
-def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
-    """All tensors, and the file to name in errors."""
+def _read_tensors(directory: Path, config: JsonObject) -> tuple[Path, dict[str, Tensor]]:
+    """All tensors of a head with this config, and the file to name in errors."""
     check_weights(directory)
     files = _tensor_files(directory)
     if not files:
@@ -277,15 +272,7 @@ def read_tensors(directory: Path) -> tuple[Path, dict[str, Tensor]]:
         for name, tensor in _load(file).items():
             if not name.endswith(_COMPUTED):
                 tensors[name] = tensor
-    config = read_json(directory / "config.json", "the config of a head")
-    return files[0], _dequantised(files[0], tensors, config)
-
-
-def _dequantised(file: Path, tensors: dict[str, Tensor], config: JsonObject) -> dict[str, Tensor]:
-    try:
-        return dequantised(tensors, config)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from None
+    return files[0], dequantised(files[0], tensors, config)
 
 
 def _load(file: Path, names_only: bool = False, wanted: Set[str] | None = None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import vocabulary_size
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.heads.store import Head, load_head
@@ -76,9 +75,7 @@ def head_logits(head: Head, ids_1T: Tensor, states: list[Tensor]) -> Tensor:
         return logits_TKV
     assert isinstance(head, FeatureHead)
     logits = head(ids_1T[:, 1:], head.fuse(states)[:, :-1])[0]
-    if isinstance(head, Eagle3Head):
-        logits = head.to_target(logits)
-    return logits[0, :, None]
+    return head.to_target(logits)[0, :, None]
 
 
 def probe_ids(model: PreTrainedModel, count: int = PROBE_TOKENS) -> Tensor:
