@@ -121,9 +121,9 @@ def test_a_study_continues_and_a_kept_set_is_taken_by_the_target_that_wrote_it(
         "c4",
         "wiki",
     ]
-    assert "| Hydra |" in printed and "tau chat" in printed and best(study, "hydra") == "hydra"
+    assert "| Hydra |" in printed and "tau chat" in printed and best(study, ["hydra"]) == "hydra"
     with pytest.raises(InputError, match="has none of eagle3; run --only which"):
-        best(study, "eagle3")
+        best(study, ["eagle3"])
 
     kept = Path(study.options.out).parent / "kept"
     monkeypatch.setattr(real_study, "KEPT", kept)

@@ -15,9 +15,9 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
 
 from draftsmith.core.errors import RunError
+from draftsmith.core.io import JsonObject
 
 # Engine: (environment variable that names its program, that program in the directory of engines).
 PROGRAMS = {
@@ -44,9 +44,8 @@ def program(engine: str) -> Path | None:
     variable, place = PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
-    installed = (
-        Path(os.environ.get("DRAFTSMITH_ENGINES", Path(__file__).parents[2] / ".engines")) / place
-    )
+    shipped = Path(__file__).parents[2] / ".engines"
+    installed = Path(os.environ.get("DRAFTSMITH_ENGINES", shipped), place)
     if installed.is_file():
         return installed
     path = shutil.which(engine) if engine == "llama-server" else None
@@ -58,7 +57,7 @@ def how_to_get(engine: str) -> str:
     return f"`make engines` in a checkout, or set {PROGRAMS[engine][0]}"
 
 
-def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]:
+def work(python: Path, script: str | Path, *words: str | Path) -> JsonObject:
     """Run a script in another environment; the JSON object of its last line. Raises RunError if it
     fails.
     """
@@ -67,12 +66,19 @@ def work(python: Path, script: str | Path, *words: str | Path) -> dict[str, Any]
     command = [str(python), "-I", str(script), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["no message"]
-        raise RunError(f"{script}: failed in {python}: {lines[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        message = done.stderr.strip() or "no message"
+        raise RunError(f"{script}: failed in {python}: {message.splitlines()[-1]}")
+    return last_json(done.stdout)
 
 
-def vllm_answers(python: Path, runs: dict[str, Any]) -> dict[str, Any]:
+def last_json(printed: str) -> JsonObject:
+    """The JSON object of the last line of what a process printed."""
+    *_, last = printed.splitlines()
+    found: JsonObject = json.loads(last)
+    return found
+
+
+def vllm_answers(python: Path, runs: JsonObject) -> JsonObject:
     """What vLLM answers to `runs`: `engine`, its version, and `answers` by run
     (`vllm_generate.py`).
     """
@@ -111,14 +117,13 @@ def _serving(command: Sequence[str], start_s: int) -> Iterator[int]:
                 time.sleep(0.1)
             if not up:
                 log.seek(0)
-                errors = [line for line in log if " E " in line or "error" in line.lower()] or [
-                    "no message"
-                ]
+                message = "no message"
+                for line in log:
+                    if " E " in line or "error" in line.lower():
+                        message = line.strip()
                 ended = process.poll()
                 how = f"ended with {ended}" if ended is not None else f"gave up after {start_s} s"
-                raise RunError(
-                    f"{Path(command[0]).name}: {how} before it served: {errors[-1].strip()}"
-                )
+                raise RunError(f"{Path(command[0]).name}: {how} before it served: {message}")
             yield port
         finally:
             process.terminate()
@@ -141,19 +146,19 @@ def is_up(port: int) -> bool:
         return False
 
 
-def ask(port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def ask(port: int, path: str, body: JsonObject) -> JsonObject:
     """POST to a server on this machine."""
     headers = {"Content-Type": "application/json"}
-    call = urllib.request.Request(
-        f"http://127.0.0.1:{port}/{path}", json.dumps(body).encode(), headers
-    )
+    data = json.dumps(body).encode()
+    call = urllib.request.Request(f"http://127.0.0.1:{port}/{path}", data, headers)
     with urllib.request.urlopen(call) as answer:
-        return json.load(answer)
+        found: JsonObject = json.load(answer)
+        return found
 
 
 def complete(
-    port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: Any
-) -> dict[str, Any]:
+    port: int, prompt: Sequence[int], max_new_tokens: int, **sampling: object
+) -> JsonObject:
     """llama-server's answer to token ids, past any end: `tokens`, and `timings` with its counts of
     drafts. It is greedy unless `sampling` says otherwise.
     """

@@ -52,13 +52,11 @@ def two_level(seeds: Sequence[PromptSums], picks: Resamples) -> Floats:
     mean_R = np.asarray(ratio_SR.mean(0))
     if count == 1:
         return mean_R
-    draws_SR = np.random.default_rng(count).integers(count, size=ratio_SR.shape)
+    draws = np.random.default_rng(count)
+    draws_SR = draws.integers(count, size=ratio_SR.shape)
     drawn_R: Floats = np.take_along_axis(ratio_SR, draws_SR, axis=0).mean(0)
-    widening = (
-        math.sqrt(count / (count - 1))
-        * half_width(count - 1)
-        / NormalDist().inv_cdf((1 + LEVEL) / 2)
-    )
+    normal = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    widening = math.sqrt(count / (count - 1)) * half_width(count - 1) / normal
     return np.asarray(mean_R + widening * (drawn_R - mean_R))
 
 
@@ -66,10 +64,15 @@ def estimate_of_mean(seeds: Sequence[PromptSums], picks: Resamples) -> Estimate:
     """Mean over training seeds of a pooled ratio; its interval is over prompts alone, for few
     seeds.
     """
+    mean_R = np.mean([pooled_ratios(sums, picks) for sums in seeds], axis=0)
+    low, high = interval(mean_R, picks)
+    return Estimate(value=_mean(seeds), low=low, high=high, n=picks.prompts)
+
+
+def _mean(seeds: Sequence[PromptSums]) -> float | None:
+    """The mean over training seeds; None if one has no ratio."""
     ratios = [sums.pooled for sums in seeds if sums.pooled is not None]
-    value = sum(ratios) / len(ratios) if len(ratios) == len(seeds) else None
-    low, high = interval(np.mean([pooled_ratios(sums, picks) for sums in seeds], axis=0), picks)
-    return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
+    return sum(ratios) / len(ratios) if len(ratios) == len(seeds) else None
 
 
 def difference_over_seeds(
@@ -78,9 +81,8 @@ def difference_over_seeds(
     """Mean over training seeds of a pooled ratio, less the base's, with the interval of
     `two_level`.
     """
-    ratios = [sums.pooled for sums in new]
-    b = base.pooled
-    known = [ratio for ratio in ratios if ratio is not None]
-    value = sum(known) / len(known) - b if b is not None and len(known) == len(ratios) else None
+    mean = _mean(new)
+    below = base.pooled
+    value = None if mean is None or below is None else mean - below
     low, high = interval(two_level(new, picks) - pooled_ratios(base, picks), picks)
-    return Estimate(value=value, low=low, high=high, n=picks.weights_RP.shape[1])
+    return Estimate(value=value, low=low, high=high, n=picks.prompts)

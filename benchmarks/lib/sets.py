@@ -8,27 +8,28 @@ from pathlib import Path
 from draftsmith.core.io import JsonObject, read_json, write_json_atomic
 from draftsmith.core.prompt_rows import iterate_rows
 
-ROOT = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).resolve()
+ROOT = _HERE.parents[2]
 
 
 def shuffled(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """In an order that depends on each row alone."""
-    return sorted(rows, key=lambda row: hashlib.sha256(row["text"].encode()).digest())
+
+    def mark(row: dict[str, str]) -> bytes:
+        text = row["text"].encode()
+        return hashlib.sha256(text).digest()
+
+    return sorted(rows, key=mark)
 
 
 def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
     """Rows of text: of long ones every `characters`, of chats all turns together."""
     found = []
     for _, row in iterate_rows(str(source)):
-        text = (
-            row["text"]
-            if "text" in row
-            else "\n\n".join(turn["content"] for turn in row["messages"])
-        )
-        found += [
-            text[i : i + characters]
-            for i in range(0, max(1, len(text) - characters // 2), characters)
-        ]
+        turns = [row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]]
+        text = "\n\n".join(turns)
+        end = max(1, len(text) - characters // 2)
+        found += [text[i : i + characters] for i in range(0, end, characters)]
     return [{"text": text} for text in dict.fromkeys(found) if len(text) >= 100]
 
 
@@ -38,9 +39,7 @@ def once(path: Path, make: Callable[[], JsonObject]) -> JsonObject:
         started = time.perf_counter()
         busy = time.process_time()
         made = make()
-        spent = {
-            "seconds": time.perf_counter() - started,
-            "processor_seconds": time.process_time() - busy,
-        }
-        write_json_atomic(path, made | {key: round(value, 2) for key, value in spent.items()})
+        made["seconds"] = round(time.perf_counter() - started, 2)
+        made["processor_seconds"] = round(time.process_time() - busy, 2)
+        write_json_atomic(path, made)
     return read_json(path, "a record of this benchmark")

@@ -12,10 +12,13 @@ make the host wait, and reads them afterwards.
 import functools
 import statistics
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -68,65 +71,54 @@ class Clock:
 
     def __init__(self, **models: Sequence[nn.Module]) -> None:
         self.forwards: list[Forward] = []
-        self._models = [model for group in models.values() for model in group]
-        self._names = {id(model): name for name, group in models.items() for model in group}
+        self._models: list[nn.Module] = []
+        self._names: dict[int, str] = {}
+        for name, group in models.items():
+            self._models += group
+            self._names |= dict.fromkeys(map(id, group), name)
         self._inside = False
 
     def __enter__(self) -> "Clock":
-        self._runner = Runner.prefill, Runner.forward
-        Runner.prefill = self._through_runner(Runner.prefill)  # type: ignore[method-assign]
-        Runner.forward = self._through_runner(Runner.forward)  # type: ignore[method-assign]
-        self._heads_run = FeatureForward.run
-        FeatureForward.run = self._through_heads(FeatureForward.run)  # type: ignore[method-assign]
+        self._wrapped = ExitStack()
+        self._wrap(Runner, "prefill", _model_of_runner)
+        self._wrap(Runner, "forward", _model_of_runner)
+        self._wrap(FeatureForward, "run", attrgetter("head"))
         # On the class: a forward of an instance's own would keep the engine from its lean path.
-        self._classes = {type(model): type(model).forward for model in self._models}
-        for kind, forward in self._classes.items():
-            kind.forward = self._through_model(forward)
+        for kind in dict.fromkeys(map(type, self._models)):
+            self._wrap(kind, "forward", lambda model: model)
         return self
 
     def __exit__(self, *_: object) -> None:
-        Runner.prefill, Runner.forward = self._runner  # type: ignore[method-assign]
-        FeatureForward.run = self._heads_run  # type: ignore[method-assign]
-        for kind, forward in self._classes.items():
-            kind.forward = forward
+        self._wrapped.close()
 
-    def _through_runner(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def timed(runner: Runner, *values: Any, **options: Any) -> Any:
-            # A head is wrapped for its runner.
-            model = getattr(runner.model, "head", runner.model)
-            return self._note(model, runner.device, lambda: call(runner, *values, **options))
+    def _wrap(self, kind: type, method: str, model_of: Callable[..., nn.Module]) -> None:
+        """Note the calls of a method. model_of: the model that runs, by the method's object."""
+        call = getattr(kind, method)
 
-        return timed
-
-    def _through_heads(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def timed(heads: FeatureForward, number: int, inputs: Tensor) -> Any:
-            return self._note(heads.head, inputs.device, lambda: call(heads, number, inputs))
-
-        return timed
-
-    def _through_model(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         # `wraps` also passes on the signature, which generate and Runner look at.
-        @functools.wraps(forward)
-        def timed(model: nn.Module, *values: Any, **options: Any) -> Any:
-            return self._note(
-                model, next(model.parameters()).device, lambda: forward(model, *values, **options)
-            )
+        @functools.wraps(call)
+        def timed(owner: object, *values: object, **options: object) -> object:
+            model = model_of(owner)
+            name = self._names.get(id(model))
+            run = functools.partial(call, owner, *values, **options)
+            if name is None or self._inside:
+                return run()
+            self._inside = True
+            device = next(model.parameters()).device
+            start = mark(device)
+            try:
+                return run()
+            finally:
+                self.forwards.append(Forward(name, start, mark(device)))
+                self._inside = False
 
-        return timed
+        self._wrapped.enter_context(mock.patch.object(kind, method, timed))
 
-    def _note(self, model: nn.Module, device: torch.device, call: Callable[[], Any]) -> Any:
-        name = self._names.get(id(model))
-        if name is None or self._inside:
-            return call()
-        self._inside = True
-        start = mark(device)
-        try:
-            return call()
-        finally:
-            self.forwards.append(Forward(name, start, mark(device)))
-            self._inside = False
+
+def _model_of_runner(runner: Runner) -> nn.Module:
+    """The runner's model; of a head that is wrapped for its runner, the head."""
+    model: nn.Module = getattr(runner.model, "head", runner.model)
+    return model
 
 
 @dataclass(frozen=True)
@@ -149,15 +141,13 @@ def timed_run(clock: Clock, device: torch.device, call: Callable[[], list[list[i
     end = mark(device)
     synchronise(device)
     wall_s = time.perf_counter() - started
-    first = next(forward for forward in clock.forwards if forward.name == "target")
-    calls: dict[str, int] = {}
-    forward_s: dict[str, float] = {}
+    target_ends = [forward.end for forward in clock.forwards if forward.name == "target"]
+    calls: dict[str, int] = Counter()
+    forward_s: dict[str, float] = defaultdict(float)
     for forward in clock.forwards:
-        calls[forward.name] = calls.get(forward.name, 0) + 1
-        forward_s[forward.name] = forward_s.get(forward.name, 0.0) + between_s(
-            forward.start, forward.end
-        )
-    return Run(outputs, wall_s, between_s(first.end, end), calls, forward_s)
+        calls[forward.name] += 1
+        forward_s[forward.name] += between_s(forward.start, forward.end)
+    return Run(outputs, wall_s, between_s(target_ends[0], end), calls, forward_s)
 
 
 @torch.inference_mode()
@@ -176,7 +166,8 @@ def hugging_face_forwards(
         model(input_ids=tokens_1q, past_key_values=cache, use_cache=True)
         cache.crop(-tokens_1q.shape[1])
 
-    return {rows: functools.partial(once, ids_1T[:, :1].repeat(1, rows)) for rows in row_counts}
+    token_11 = ids_1T[:, :1]
+    return {rows: functools.partial(once, token_11.repeat(1, rows)) for rows in row_counts}
 
 
 @torch.inference_mode()
@@ -201,8 +192,9 @@ def runner_forwards(
 
     calls: dict[int, Callable[[], None]] = {}
     for rows in row_counts:
-        offsets_1T = torch.arange(rows, device=runner.device).unsqueeze(0)
-        sees_1qT = torch.ones(1, rows, rows, dtype=torch.bool, device=runner.device).tril()
+        offsets_1T = torch.arange(rows, device=runner.device)[None]
+        sees_1qT = torch.ones(1, rows, rows, dtype=torch.bool, device=runner.device)
+        sees_1qT.tril_()
         tokens_1q = torch.full((1, rows), context[0], device=runner.device)
         calls[rows] = functools.partial(once, tokens_1q, Block(offsets_1T, sees_1qT, static=True))
     return calls
@@ -255,8 +247,8 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     """Bytes of weights that a forward of one token reads from a model that was taken over and
     packed; less an embedding that is only looked up in.
     """
-    lookup: Any = model.get_input_embeddings()
-    projection: Any = model.get_output_embeddings()
+    lookup = model.get_input_embeddings()
+    projection = model.get_output_embeddings()
     read: dict[int, int] = {}
     for module in model.modules():
         place = getattr(module, "place", None)

@@ -6,13 +6,19 @@ the models are tried on, so that they count.
 """
 
 import dataclasses
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from draftsmith.core.io import JsonObject
+
+# A class of configs; their fields differ.
+Config = Any
+CONFIGS: Mapping[str, Config] = CONFIG_MAPPING
 VOCABULARY = 64
 # Tokens of padding, begin and end; texts avoid them.
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -45,19 +51,18 @@ _BY_SIZE: dict[int | None, str] = {
     128: "max_position_embeddings n_positions n_ctx context_length max_seq_len",
     VOCABULARY: "vocab_size unpadded_vocab_size vocab_size_per_layer_input",
 }
-SIZES: dict[str, Any] = (
-    {name: size for size, names in _BY_SIZE.items() for name in names.split()}
-    | SPECIAL
-    | {"tie_word_embeddings": False}
-)
+SIZES: JsonObject = SPECIAL | {"tie_word_embeddings": False}
+for _size, _names in _BY_SIZE.items():
+    SIZES |= dict.fromkeys(_names.split(), _size)
 # What a type needs beside them; None leaves an option out. A dict is for the config of a part.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_DOTS = {
-    f"swa_{name}": SIZES[name]
-    for name in "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim".split()
-} | {"swa_num_key_value_heads": LAYERS, "swa_head_dim": 16}
+_DOTS = {"swa_num_key_value_heads": LAYERS, "swa_head_dim": 16}
+for _name in "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim".split():
+    _DOTS[f"swa_{_name}"] = SIZES[_name]
 _ALTERNATE = ["sliding_attention", "full_attention"] * 2
-OVERRIDES: dict[str, dict[str, Any]] = {
+_ATTENTION = ["global", "local"]
+_LINEAR = ["linear_attention", "hybrid"] * 2
+OVERRIDES: dict[str, JsonObject] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
@@ -104,7 +109,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "got_ocr2": {"vision_config": {"image_size": 64, "output_channels": 8}},
     "gemma4_text": {"hidden_size_per_layer_input": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[_ATTENTION, 2]]},
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "longcat_flash": {"zero_expert_num": 2},
@@ -129,8 +134,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "xlm": {"emb_dim": 32, "n_langs": 1, "causal": True},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"]},
+    "zamba": {"layers_block_type": _LINEAR},
+    "zamba2": {"layers_block_type": _LINEAR},
     # The sizes of its cache are rounded up to multiples of 64.
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},
     "zaya": {"num_experts_per_tok": 1},
@@ -139,12 +144,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 def tiny_config(name: str) -> PreTrainedConfig:
     """Return the configuration of a tiny model of this type."""
-    return _shrunk(cast(Any, CONFIG_MAPPING)[name], OVERRIDES.get(name, {}))
+    return _shrunk(CONFIGS[name], OVERRIDES.get(name, {}))
 
 
-def _shrunk(kind: Any, overrides: dict[str, Any]) -> PreTrainedConfig:
+def _shrunk(kind: Config, overrides: JsonObject) -> PreTrainedConfig:
     names = {field.name for field in dataclasses.fields(kind)}
-    values: dict[str, Any] = {name: size for name, size in SIZES.items() if name in names}
+    values = {name: size for name, size in SIZES.items() if name in names}
     if "is_decoder" in names:
         values["is_decoder"] = True
     if "kv_lora_rank" in names:
@@ -156,24 +161,23 @@ def _shrunk(kind: Any, overrides: dict[str, Any]) -> PreTrainedConfig:
     plain = {name: value for name, value in overrides.items() if name not in _parts(kind)}
     config: PreTrainedConfig = kind(**values | plain)
     if "layer_types" in names and "layer_types" not in plain:
-        missing = set(kind().layer_types or ()) - set(config.layer_types or ())
-        if missing:
+        usual = kind().layer_types or ()
+        kinds = sorted(set(usual))
+        if not set(config.layer_types or ()).issuperset(kinds):
             # The pattern of the first layers lacks some kinds of layer.
-            kinds = sorted(set(kind().layer_types))
             layers = (kinds * LAYERS)[:LAYERS]
             config = kind(**values | plain | {"layer_types": layers})
     return config
 
 
-def _parts(kind: Any) -> dict[str, Any]:
+def _parts(kind: Config) -> dict[str, Config]:
     """The classes of the configs inside a config, without optional ones."""
-    parts: dict[str, Any] = {}
+    parts: dict[str, Config] = {}
     for name, spec in getattr(kind, "sub_configs_defaults", {}).items():
         if dataclasses.is_dataclass(spec) and isinstance(spec, type):
             parts[name] = spec
         elif not spec.optional:
-            model_type = spec.model_type
-            parts[name] = cast(Any, CONFIG_MAPPING)[model_type] if model_type else spec.config_class
+            parts[name] = CONFIGS[spec.model_type] if spec.model_type else spec.config_class
     return parts
 
 
@@ -187,7 +191,9 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.2) -> PreTrainedModel
     one token.
     """
     torch.manual_seed(seed)
-    model: Any = AutoModelForCausalLM.from_config(tiny_config(name), dtype=torch.float32)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        tiny_config(name), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -195,4 +201,5 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.2) -> PreTrainedModel
         for module in model.modules():
             if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
                 module.weight[module.padding_idx].zero_()
-    return cast(PreTrainedModel, model.eval())
+    model.eval()
+    return model

@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch  # noqa: E402
 import vllm  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
+from torch import Tensor  # noqa: E402
 from vllm import _custom_ops  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model  # noqa: E402
 from vllm.utils import cpu_triton_utils  # noqa: E402
 
+JsonObject = dict[str, Any]
 # A cached prefix would change how a prompt is computed.
 OPTIONS = {"enforce_eager": True, "enable_prefix_caching": False, "disable_log_stats": False}
 COUNTS = {
@@ -56,11 +59,15 @@ def mend() -> None:
     of every layer with the weights of the first.
     """
 
-    def expand(out: Any, values: Any, ends: Any, replaced: Any, by: Any, *most: Any) -> None:
-        counts = torch.diff(ends, prepend=ends.new_zeros(1)).long()
-        out.copy_(torch.where(values == replaced, by, values).repeat_interleave(counts))
+    def expand(
+        out: Tensor, values: Tensor, ends: Tensor, replaced: float, by: float, *most: object
+    ) -> None:
+        begin = ends.new_zeros(1)
+        counts = torch.diff(ends, prepend=begin).long()
+        found = torch.where(values == replaced, by, values)
+        out.copy_(found.repeat_interleave(counts))
 
-    def normalize(self: Any, keys: Any) -> Any:
+    def normalize(self: DFlashQwen3Model, keys: Tensor) -> Tensor:
         normed = torch.empty_like(keys)
         for layer, weight in enumerate(self._k_norm_weights):
             _custom_ops.rms_norm(normed[layer], keys[layer], weight, self._rms_norm_eps)
@@ -70,7 +77,7 @@ def mend() -> None:
     DFlashQwen3Model._normalize_context_k = normalize
 
 
-def counts(llm: Any) -> dict[str, Any]:
+def counts(llm: vllm.LLM) -> JsonObject:
     """What vLLM has counted so far."""
     metrics = {
         metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()
@@ -82,7 +89,7 @@ def counts(llm: Any) -> dict[str, Any]:
     }
 
 
-def row(llm: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
+def row(llm: vllm.LLM, prompt: list[int], options: JsonObject) -> JsonObject:
     """The answers to one prompt, and what was counted meanwhile."""
     before = counts(llm)
     started = time.perf_counter()
@@ -90,21 +97,18 @@ def row(llm: Any, prompt: list[int], options: dict[str, Any]) -> dict[str, Any]:
     (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
     seconds = time.perf_counter() - started
     after = counts(llm)
-    found: dict[str, Any] = {
-        "tokens": [list(answer.token_ids) for answer in output.outputs],
-        "seconds": seconds,
-    }
+    tokens = [list(answer.token_ids) for answer in output.outputs]
+    found: JsonObject = {"tokens": tokens, "seconds": seconds}
     for name, now in after.items():
         then = before[name]
-        found[name] = (
-            [a - b for a, b in zip(now, then, strict=True)]
-            if name == "per_position"
-            else now - then
-        )
+        if name == "per_position":
+            found[name] = [a - b for a, b in zip(now, then, strict=True)]
+        else:
+            found[name] = now - then
     return found
 
 
-def recorded(llm: Any, prompt: list[int], options: dict[str, Any]) -> torch.Tensor:
+def recorded(llm: vllm.LLM, prompt: list[int], options: JsonObject) -> Tensor:
     """The draft's logits `[step, drafted token, V]` while it drafts behind a prompt."""
     steps = []
 
@@ -112,7 +116,7 @@ def recorded(llm: Any, prompt: list[int], options: dict[str, Any]) -> torch.Tens
         model = worker.model_runner.drafter.model
         compute = model.compute_logits
 
-        def noted(*states: Any) -> Any:
+        def noted(*states: Tensor) -> Tensor | list[Tensor]:
             logits = compute(*states)
             # Medusa gives a list, one for each head.
             steps.append(torch.cat(logits) if isinstance(logits, list) else logits.clone())
@@ -125,7 +129,7 @@ def recorded(llm: Any, prompt: list[int], options: dict[str, Any]) -> torch.Tens
     return torch.stack(steps).float()
 
 
-def answer(run: dict[str, Any], pipe: Any) -> None:
+def answer(run: JsonObject, pipe: Connection) -> None:
     """All rows of a run."""
     options = OPTIONS | run["engine"]
     if "threads" in run:
@@ -138,19 +142,24 @@ def answer(run: dict[str, Any], pipe: Any) -> None:
         llm = vllm.LLM(**options)
         prompts = run["prompts"]
         most = {"max_tokens": run["max_new_tokens"]}
-        rows = [[row(llm, prompt, most | way) for prompt in prompts] for way in run["ways"]]
+        ways = [most | way for way in run["ways"]]
+        rows = []
+        for way in ways:
+            rows.append([row(llm, prompt, way) for prompt in prompts])
         if "logits" in run:
-            save_file({"logits": recorded(llm, prompts[0], most | run["ways"][0])}, run["logits"])
+            save_file({"logits": recorded(llm, prompts[0], ways[0])}, run["logits"])
         pipe.send(rows)
     except Exception as error:
-        pipe.send({"refused": f"{type(error).__name__}: {error}"})
+        kind = type(error).__name__
+        pipe.send({"refused": f"{kind}: {error}"})
 
 
 def main() -> None:
     """Each run in a process of its own, because vLLM's state is global; a fork saves the seconds of
     the import.
     """
-    runs = json.loads(Path(sys.argv[1]).read_text())["runs"]
+    request = Path(sys.argv[1])
+    runs = json.loads(request.read_text())["runs"]
     answers = {}
     mend()
     fork = multiprocessing.get_context("fork")
@@ -164,9 +173,8 @@ def main() -> None:
         except EOFError:
             answers[name] = {"refused": "it ended without an answer"}
         process.join()
-    sys.stdout.write(
-        "\n" + json.dumps({"engine": f"vllm {vllm.__version__}", "answers": answers}) + "\n"
-    )
+    printed = json.dumps({"engine": f"vllm {vllm.__version__}", "answers": answers})
+    sys.stdout.write(f"\n{printed}\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
 
 from benchmarks.lib.pages import table
+from draftsmith.core.io import JsonObject
 
 # Columns of the table, and the checks of `causal_types` that all must hold.
 COLUMNS = {
@@ -41,41 +42,45 @@ def reasons(checks: Checks, column: str) -> list[str]:
     return found
 
 
-def every_type(document: Mapping[str, Any]) -> str:
+def every_type(document: JsonObject) -> str:
     """Return the table with a row for each type."""
     rows = []
     for name, checks in document["types"].items():
         by_column = {column: reasons(checks, column) for column in COLUMNS}
-        why: list[str] = []
-        for found in by_column.values():
-            why += [reason for reason in found if reason not in why]
-        # The advice of a refusal is the same for all.
-        why = [reason.split("tree: ")[-1].split("; use chain")[0] for reason in why]
+        why = dict.fromkeys(chain.from_iterable(by_column.values()))
+        text = "; ".join(map(_in_short, why))
         cells = ["no" if found else "yes" for found in by_column.values()]
-        rows.append([f"`{name}`", *cells, "; ".join(why).replace("|", "\\|")])
+        rows.append([f"`{name}`", *cells, text.replace("|", "\\|")])
     return table(["type", *COLUMNS, "why not"], rows)
 
 
-def totals(document: Mapping[str, Any]) -> str:
+def _in_short(reason: str) -> str:
+    """A reason without the advice of a refusal, which is the same for all."""
+    told = reason.rpartition("tree: ")[2]
+    return told.partition("; use chain")[0]
+
+
+def totals(document: JsonObject) -> str:
     """Return the table with a row for each thing that a type may do."""
     types: Mapping[str, Checks] = document["types"]
     running = [checks for checks in types.values() if _runs(checks)]
+    count = len(running)
     rows = []
     for column, meaning in MEANING.items():
         able = sum(not reasons(checks, column) for checks in running)
-        rows.append([column, meaning, f"{able} of {len(running)}"])
+        rows.append([column, meaning, f"{able} of {count}"])
     return table(["works", "what was tried", "types"], rows)
 
 
 def _runs(checks: Checks) -> bool:
-    return not any(checks.get(check, "not tried") for check in _FIRST)
+    return all(checks.get(check) == "" for check in _FIRST)
 
 
-def not_run(document: Mapping[str, Any]) -> str:
+def not_run(document: JsonObject) -> str:
     """Return the table of types that transformers does not run as causal models, with reasons."""
     rows = []
     for name, checks in document["types"].items():
         if not _runs(checks):
-            why = next(checks[check] for check in _FIRST if checks.get(check))
-            rows.append([f"`{name}`", why])
+            why = [checks[check] for check in _FIRST if checks.get(check)]
+            rows.append([f"`{name}`", why[0]])
     return table(["type", "why"], rows)

@@ -68,12 +68,12 @@ class Subject:
 
     @cached_property
     def texts(self) -> list[Continuation]:
-        pairs = enumerate(zip(PROMPTS, self.greedy, strict=True))
-        # Continuations differ in length, so that rows of a batch are padded.
-        return [
-            Continuation(str(row), prompt, output[: len(output) - 2 * row])
-            for row, (prompt, output) in pairs
-        ]
+        found = []
+        for row, (prompt, output) in enumerate(zip(PROMPTS, self.greedy, strict=True)):
+            # Continuations differ in length, so that rows of a batch are padded.
+            shorter = output[: len(output) - 2 * row]
+            found.append(Continuation(str(row), prompt, shorter))
+        return found
 
 
 def tiny_llama(seed: int) -> LlamaForCausalLM:
@@ -105,14 +105,25 @@ def own_greedy(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     """The continuation by the model's own forward, without a cache."""
     ids = list(prompt)
     for _ in range(NEW_TOKENS):
-        ids.append(int(logits_of(model, ids)[-1].argmax()))
+        last_V = logits_of(model, ids)[-1]
+        ids.append(int(last_V.argmax()))
     return ids[len(prompt) :]
 
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal up to rounding in fp32."""
-    scale = float(b.abs().max())
-    return a.shape == b.shape and float((a - b).abs().max()) <= TOLERANCE * max(scale, 1e-6)
+    allowed = TOLERANCE * max(largest(b), 1e-6)
+    return a.shape == b.shape and largest(a - b) <= allowed
+
+
+def largest(values: Tensor) -> float:
+    """The largest absolute value."""
+    return float(values.abs().max())
+
+
+def finite(values: Tensor) -> bool:
+    """Whether all values are finite."""
+    return bool(values.isfinite().all())
 
 
 @torch.inference_mode()
@@ -120,7 +131,7 @@ def runs_alike(subject: Subject) -> None:
     """The model gives the same logits twice, and later tokens do not change them."""
     ids = [*PROMPTS[0], *PROMPTS[2], *PROMPTS[1]]
     first = logits_of(subject.model, ids)
-    require(bool(first.isfinite().all()), "its logits are not finite")
+    require(finite(first), "its logits are not finite")
     require(torch.equal(first, logits_of(subject.model, ids)), "gives other logits the second time")
     for length in (5, 9):
         part = logits_of(subject.model, ids[:length])
@@ -145,7 +156,8 @@ def distils(subject: Subject) -> None:
     waiting = list(enumerate(PROMPTS))
 
     def source(free: int) -> list[tuple[int, list[int], torch.Generator]]:
-        taken = [waiting.pop() for _ in range(min(free, len(waiting)))]
+        count = min(free, len(waiting))
+        taken = [waiting.pop() for _ in range(count)]
         return [(row, prompt, generator(row)) for row, prompt in taken]
 
     decoder = SpeculativeDecoder(subject.model)
@@ -161,12 +173,13 @@ def scores(subject: Subject) -> None:
         packed = score(subject.model, text.prompt_ids, text.output_ids, 4)
         rows = unpack(packed)
         with torch.inference_mode():
-            own = logits_of(subject.model, ids).double().log_softmax(-1)
-        ids_RK = torch.tensor(rows.ids_RK)
-        wanted = own[len(text.prompt_ids) - 1 : -1].gather(1, ids_RK)
-        apart = (torch.tensor(rows.logprobs_RK).double() - wanted).abs().max()
+            logits = logits_of(subject.model, ids).double()
+        first = len(text.prompt_ids) - 1
+        own = logits.log_softmax(-1)[first:-1]
+        wanted = own.gather(1, torch.tensor(rows.ids_RK))
+        stored = torch.tensor(rows.logprobs_RK).double()
         # Stored values have 16 bits.
-        require(float(apart) < 0.05, "other log-probabilities")
+        require(largest(stored - wanted) < 0.05, "other log-probabilities")
 
 
 def trains(subject: Subject) -> None:
@@ -205,15 +218,17 @@ def _one_step(trainee: Trainee, texts: Sequence[Continuation], kind: str) -> Non
     whole = trainee(batch_of(texts))
     rows = [trainee(batch_of([text])) for text in texts]
     for key in ("loss", "tokens", "depth_alpha_D"):
-        parts = torch.stack([getattr(row, key).detach().double() for row in rows]).sum(0)
-        found = getattr(whole, key).detach().double()
-        require(same(found, parts), f"{kind}: a padded batch has another {key} than its rows")
+        found, *parts = (getattr(sums, key).detach().double() for sums in (whole, *rows))
+        together = torch.stack(parts).sum(0)
+        require(same(found, together), f"{kind}: a padded batch has another {key} than its rows")
     trainee.train()
-    trainee(batch_of(texts)).loss.backward()
+    loss = trainee(batch_of(texts)).loss
+    loss.backward()
     gradients = [p.grad for p in trainee.parameters() if p.grad is not None]
     require(bool(gradients), f"{kind}: no gradient")
-    require(all(bool(g.isfinite().all()) for g in gradients), f"{kind}: a gradient is not finite")
-    require(any(bool(g.any()) for g in gradients), f"{kind}: all gradients are zero")
+    require(all(map(finite, gradients)), f"{kind}: a gradient is not finite")
+    moving = [gradient for gradient in gradients if gradient.any()]
+    require(bool(moving), f"{kind}: all gradients are zero")
     trainee.zero_grad()
 
 
@@ -240,29 +255,21 @@ def is_trained(subject: Subject) -> None:
 
 def measures(subject: Subject) -> None:
     """The acceptance of three drafts, one of this type, is that of each text alone."""
-    drafts: dict[str, Draft] = {
-        "lm": subject.draft,
-        "itself": subject.model,
-        "eagle3": fresh_head("eagle3", subject.model).eval(),
-    }
+    head = fresh_head("eagle3", subject.model).eval()
+    drafts: dict[str, Draft] = {"lm": subject.draft, "itself": subject.model, "eagle3": head}
     sampling = Sampling(temperature=1.0)
     together = measure_alphas(subject.model, drafts, subject.texts, sampling, batch_size=3)
     for name in drafts:
         alone = []
         for text in subject.texts:
             only = {name: drafts[name]}
-            alone += measure_alphas(subject.model, only, [text], sampling, batch_size=1)[name][
-                "sum"
-            ]
-        found = torch.tensor(together[name]["sum"])
-        require(
-            same(found, torch.tensor(alone)), f"{name}: a batch has another alpha than its rows"
-        )
+            each = measure_alphas(subject.model, only, [text], sampling, batch_size=1)
+            alone += each[name]["sum"]
+        equal = same(torch.tensor(together[name]["sum"]), torch.tensor(alone))
+        require(equal, f"{name}: a batch has another alpha than its rows")
     itself = together["itself"]
-    require(
-        same(torch.tensor(itself["sum"]), torch.tensor(itself["count"]).float()),
-        "alpha of the target itself is not 1",
-    )
+    counts = torch.tensor(itself["count"]).float()
+    require(same(torch.tensor(itself["sum"]), counts), "alpha of the target itself is not 1")
 
 
 class Scripted(TextProposer):
@@ -288,8 +295,8 @@ class ScriptedRow(TextRow):
     def draft(self, trie: Trie) -> None:
         following = self.known[self.at : self.at + 4]
         wrong = [
-            (token + 1) % VOCABULARY if (self.at + i) % 3 == 0 else token
-            for i, token in enumerate(following)
+            (token + 1) % VOCABULARY if at % 3 == 0 else token
+            for at, token in enumerate(following, self.at)
         ]
         trie.add(wrong)
         trie.add(following)
@@ -346,11 +353,13 @@ CHECKS: dict[str, Check] = {
 
 def why(error: BaseException) -> str:
     """The first line of an error, with its kind unless it is ours."""
-    lines = str(error).strip().splitlines() or [""]
+    text = str(error).strip()
+    lines = text.splitlines() or [""]
     # The error of a strict config says what is wrong in its last line.
     line = lines[-1].strip() if "validat" in lines[0] else lines[0]
-    known = isinstance(error, Wrong) or type(error).__module__.startswith("draftsmith")
-    return line if known else f"{type(error).__name__}: {line}"
+    kind = type(error)
+    known = isinstance(error, Wrong) or kind.__module__.startswith("draftsmith")
+    return line if known else f"{kind.__name__}: {line}"
 
 
 def examine(name: str, checks: Sequence[str] = tuple(CHECKS)) -> dict[str, str]:
@@ -383,8 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     results = {}
     for name in options.types or causal_types():
-        results[name] = examine(name)
-        failed = {check: reason for check, reason in results[name].items() if reason}
+        found = examine(name)
+        results[name] = found
+        failed = {check: reason for check, reason in found.items() if reason}
         sys.stdout.write(f"{name}: {failed or 'all'}\n")
         sys.stdout.flush()
     if options.out:

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from benchmarks.lib.pages import gap, table
+from benchmarks.lib.pages import by_temperature, gap, table
 from benchmarks.studies import (
     causal_tables,
     frontier_tables,
@@ -15,12 +14,13 @@ from benchmarks.studies import (
     real_tables,
     recipe_tables,
 )
+from benchmarks.studies.real_tables import NAMES
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.report.formats import Figure, number, with_interval
 from draftsmith.eval.results import Results
 
 # A document of one of the studies.
-Document = Mapping[str, Any]
+Document = JsonObject
 # Base drafts that every way to keep what they knew was tried on.
 FRONTIERS = ("nano", "stories", "pruned")
 # Domains that the demo's draft was aligned to; nothing was chosen on the last two.
@@ -30,8 +30,11 @@ ALIGNED_TO = {
     "gsm8k": "gsm8k, held back",
     "unicode": "unicode, held back",
 }
-# Longer runs of the study of objectives, as their tables name them.
-LONGER = ("nano, 320 steps", "stories, 480 steps")
+# Longer runs of the study of objectives, as their tables and their results name them.
+LONGER = {
+    "nano, 320 steps": "objectives-nano-320",
+    "stories, 480 steps": "objectives-stories-480",
+}
 WAYS = ("plain", "balanced")
 
 
@@ -52,7 +55,8 @@ class Evidence:
             f"# Tables: {self.title}\n\n`python -m benchmarks.studies.figures` makes them from the "
             f"results in this folder. [What they show](../evidence/{self.name}.md)."
         ]
-        parts += [f"## {heading}\n\n{text.strip()}" for heading, text in self.sections.items()]
+        for heading, text in self.sections.items():
+            parts += [f"## {heading}", text.strip()]
         return "\n\n".join(parts) + "\n"
 
 
@@ -70,35 +74,34 @@ def _by_draft(pair: str, results: Results, timed: Results, way: tuple[str, str])
     verifier.
     """
     rows = []
+    tree, verifier = way
     for draft in [results.base, *results.aligned]:
         name = draft.removeprefix("jsd-").replace("balanced", "**balanced**")
         alphas = [_value(results.figure("alpha", draft, kind, 1.0)) for kind in ("id", "ood")]
-        tau = _value(results.figure("tau_predicted", draft, "id", 1.0, *way))
-        speed = with_interval(timed.figure("speedup", draft, "id", 1.0, *way), 2)
+        tau = _value(results.figure("tau_predicted", draft, "id", 1.0, tree, verifier))
+        speed = with_interval(timed.figure("speedup", draft, "id", 1.0, tree, verifier), 2)
         rows.append([f"{pair}, {name}", *map(number, alphas), number(tau, 2), speed])
     return rows
 
 
-def _value(figure: Mapping[str, Any] | None) -> float:
+def _value(figure: Figure | None) -> float:
     """The value of a figure that every draft of a kept evaluation has."""
     assert figure is not None
     return float(figure["value"])
 
 
-def which_draft(first: Results, second: Results, weightless: Sequence[Any]) -> Evidence:
+def which_draft(
+    first: Results, second: Results, weightless: Sequence[tuple[str, str, float, float | None]]
+) -> Evidence:
     """Return the tables of the drafts of SmolLM2. first, second: the two training seeds."""
     rows = []
     for draft in first.drafts:
         alphas = [first.figure("alpha", draft, kind, 1.0) for kind in ("id", "ood")]
-        taus = [
-            real_tables.predicted_tau(first, draft, kind, at)
-            for at in (1.0, 0.0)
-            for kind in ("id", "ood")
-        ]
         cells = [with_interval(alpha) for alpha in alphas]
-        cells += [with_interval(tau, 2) for tau in taus]
-        rows.append([real_tables.NAMES[draft], *cells])
-    places = [f"{what}, T = {at}" for at in (1, 0) for what in ("tau chat", "tau elsewhere")]
+        cells += real_tables.taus(first, draft, 1.0) + real_tables.taus(first, draft, 0.0)
+        rows.append([NAMES[draft], *cells])
+    heading = by_temperature(["alpha chat", "alpha elsewhere"], [1])
+    heading += by_temperature(["tau chat", "tau elsewhere"], [1, 0])
     sections = {
         f"Acceptance by set, T = {at:g}": real_tables.acceptance(first, "draft", at)
         for at in (1.0, 0.0)
@@ -110,7 +113,7 @@ def which_draft(first: Results, second: Results, weightless: Sequence[Any]) -> E
     return Evidence(
         name="which-draft",
         title="which draft",
-        table=table(["draft", "alpha chat, T = 1", "alpha elsewhere, T = 1", *places], rows),
+        table=table(["draft", *heading], rows),
         sections=sections,
     )
 
@@ -125,7 +128,7 @@ def alignment(
     the demo's draft aligned to a domain. frontiers: all ways, by pair. several: several domains.
     """
     documents: dict[str, Document] = {
-        f"SmolLM2, {real_tables.NAMES[base]}, maths": real_figures.over_seeds(results, 1.0)
+        f"SmolLM2, {NAMES[base]}, maths": real_figures.over_seeds(results, 1.0)
         for base, results in bases.items()
     }
     documents |= {f"demo, {ALIGNED_TO[name]}": document for name, document in balanced.items()}
@@ -147,7 +150,7 @@ def alignment(
         "share of plain's gain",
     ]
     sections = {
-        f"SmolLM2, {real_tables.NAMES[base]}": real_tables.changes_over_seeds(results, "way")
+        f"SmolLM2, {NAMES[base]}": real_tables.changes_over_seeds(results, "way")
         for base, results in bases.items()
     }
     sections |= {
@@ -234,7 +237,7 @@ def recipe(
             alphas = [results.figure("alpha", name, kind, 1.0) for kind in ("id", "ood")]
             tau = real_tables.predicted_tau(results, name, "id", 1.0)
             cells = [*map(with_interval, alphas), with_interval(tau, 2)]
-            rows.append([real_tables.NAMES[draft], label, *cells])
+            rows.append([NAMES[draft], label, *cells])
     heading = ["draft", "optimizer, steps", "alpha chat", "alpha elsewhere", "tau chat"]
     sections = {}
     for label, results, timed in zip(RECIPES[1:], evaluations[1:], speeds, strict=True):
@@ -265,7 +268,7 @@ def recipe(
 
 
 def how_fast(
-    drafts: Sequence[Mapping[str, Any]],
+    drafts: Sequence[Document],
     engines: JsonObject,
     longest: JsonObject,
     command: Results,
@@ -288,7 +291,7 @@ def how_fast(
     )
 
 
-def objectives(pairs: Mapping[str, Any], longer: Mapping[str, Any]) -> Evidence:
+def objectives(pairs: Mapping[str, Document], longer: Mapping[str, Document]) -> Evidence:
     """Return the tables of objectives and data modes, each over `fkl`."""
     places = [(pair, "ID", "1") for pair in pairs] + [("nano", "OOD", "1")]
     places += [(pair, "ID", "0") for pair in pairs]
@@ -302,11 +305,12 @@ def objectives(pairs: Mapping[str, Any], longer: Mapping[str, Any]) -> Evidence:
             cells.append(objectives_tables.over_fkl(cell))
         if name != objectives_tables.ALIKE:
             rows.append([f"`{name}`", *cells])
-    heading = [f"{pair}: {place}, T = {at}" for pair, place, at in places]
-    sections = {
-        f"{pair.capitalize()} pair": objectives_tables.tables(document)
-        for pair, document in pairs.items()
-    }
+    heading = ["alpha over `fkl`"]
+    heading += [f"{pair}: {place}, T = {at}" for pair, place, at in places]
+    sections = {}
+    for pair, document in pairs.items():
+        title = pair.capitalize()
+        sections[f"{title} pair"] = objectives_tables.tables(document)
     sections |= {
         f"Longer runs: {name}": objectives_tables.in_short(document, "objective")
         for name, document in longer.items()
@@ -314,7 +318,7 @@ def objectives(pairs: Mapping[str, Any], longer: Mapping[str, Any]) -> Evidence:
     return Evidence(
         name="objectives",
         title="objectives",
-        table=table(["alpha over `fkl`", *heading], rows),
+        table=table(heading, rows),
         sections=sections,
     )
 
@@ -347,12 +351,14 @@ def claims(verdicts: str) -> str:
     rows: dict[tuple[str, str], dict[str, str]] = {}
     pairs = ("demo", "stories", "SmolLM2")
     for line in verdicts.split("\n"):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        pair = cells[2].partition(",")[0] if len(cells) == 5 else ""
-        if pair in pairs:
-            rows.setdefault((cells[0], cells[1]), {})[pair] = cells[4]
-    lines = [
-        [claim, paper, *(by_pair.get(pair, "") for pair in pairs)]
-        for (claim, paper), by_pair in rows.items()
-    ]
+        cells = line.strip("|").split("|")
+        if len(cells) == 5:
+            claim, paper, where, _, verdict = map(str.strip, cells)
+            pair = where.partition(",")[0]
+            if pair in pairs:
+                rows.setdefault((claim, paper), {})[pair] = verdict
+    lines = []
+    for key, by_pair in rows.items():
+        told = [by_pair.get(pair, "") for pair in pairs]
+        lines.append([*key, *told])
     return table(["claim", "paper", *pairs], lines)

@@ -24,19 +24,22 @@ from benchmarks.studies import (
     real_figures,
     real_tables,
 )
-from benchmarks.studies.evidence import Evidence
+from benchmarks.studies.evidence import ALIGNED_TO, FRONTIERS, LONGER, Evidence
 from draftsmith.demo.demo_run import write_page
 from draftsmith.eval.results import Results
 
 ROOT = Path(__file__).parents[2]
-# Small pairs of the study of objectives.
+# Small pairs of the studies of objectives, optimizers and heads.
 PAIRS = ("nano", "stories")
 
 
 def kept(root: Path, name: str) -> Any:
     """Return a kept document."""
-    file = root / "docs" / "results" / f"{name}.json.xz"
-    return json.loads(lzma.decompress(file.read_bytes()))
+    return json.loads(lzma.decompress(_file(root, name).read_bytes()))
+
+
+def _file(root: Path, name: str) -> Path:
+    return Path(root, "docs", "results", f"{name}.json.xz")
 
 
 def keep(
@@ -50,15 +53,17 @@ def keep(
     out/demo. rows: figures whose rows are kept; all when empty.
     """
     text = source.read_text(encoding="utf-8")
-    runs = (source.resolve().parents[1], source.parents[1])
-    for path, word in (public or dict.fromkeys(map(str, runs), "out/demo")).items():
+    whole = source.resolve()
+    runs = (str(whole.parents[1]), str(source.parents[1]))
+    for path, word in (public or dict.fromkeys(runs, "out/demo")).items():
         text = text.replace(path, word) if len(path) > 1 else text
     if rows:
         document = json.loads(text)
         document["rows"] = [row for row in document["rows"] if row["figure"] in rows]
         text = json.dumps(document)
-    (folder := root / "docs" / "results").mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json.xz").write_bytes(lzma.compress(text.encode(), preset=9))
+    file = _file(root, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(lzma.compress(text.encode(), preset=9))
 
 
 def put(page: Path, text: str) -> None:
@@ -66,8 +71,10 @@ def put(page: Path, text: str) -> None:
     rows = text.split("\n")
     first = rows[0].split("|")[1]
     lines = page.read_text(encoding="utf-8").split("\n")
-    start = next(index for index, line in enumerate(lines) if line.startswith(f"|{first}|"))
-    end = next(index for index in range(start, len(lines)) if not lines[index].startswith("|"))
+    begins = [line.startswith(f"|{first}|") for line in lines]
+    start = end = begins.index(True)
+    while lines[end].startswith("|"):
+        end += 1
     lines[start:end] = rows
     page.write_text("\n".join(lines), encoding="utf-8")
 
@@ -84,12 +91,12 @@ def alignments(root: Path) -> dict[str, Results]:
 
 def pages(root: Path) -> list[Evidence]:
     """Return the tables of every page of evidence."""
-    frontier = {name: kept(root, f"frontier-{name}") for name in evidence.FRONTIERS}
-    balanced = {name: kept(root, f"frontier-{name}") for name in evidence.ALIGNED_TO}
-    longer = {
-        name: kept(root, f"objectives-{name.replace(', ', '-').removesuffix(' steps')}")
-        for name in evidence.LONGER
-    }
+    frontier = {name: kept(root, f"frontier-{name}") for name in FRONTIERS}
+    balanced = {name: kept(root, f"frontier-{name}") for name in ALIGNED_TO}
+    recipes = {pair: kept(root, f"recipes-{pair}") for pair in PAIRS}
+    objectives = {pair: kept(root, f"objectives-{pair}") for pair in PAIRS}
+    heads = {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}
+    longer = {name: kept(root, file) for name, file in LONGER.items()}
     which = results_of(root, "real-which")
     return [
         evidence.which_draft(
@@ -100,7 +107,7 @@ def pages(root: Path) -> list[Evidence]:
         evidence.recipe(
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
-            {pair: kept(root, f"recipes-{pair}") for pair in ("nano", "stories")},
+            recipes,
             evidence.LongRuns(
                 acceptance=results_of(root, "real-gpu"),
                 speeds=kept(root, "real-longest-speed"),
@@ -113,8 +120,8 @@ def pages(root: Path) -> list[Evidence]:
             longest=kept(root, "real-longest-engines"),
             command=results_of(root, "real-command"),
         ),
-        evidence.objectives({pair: kept(root, f"objectives-{pair}") for pair in PAIRS}, longer),
-        evidence.block_drafters(which, {pair: results_of(root, f"heads-{pair}") for pair in PAIRS}),
+        evidence.objectives(objectives, longer),
+        evidence.block_drafters(which, heads),
         evidence.targets(kept(root, "causal-types")),
     ]
 
@@ -123,11 +130,14 @@ def tables(root: Path) -> None:
     """Write the table of every page of evidence, all other tables beside the results, and the
     table of the README.
     """
+    shown = root / "docs" / "evidence"
+    results = root / "docs" / "results"
     for page in pages(root):
-        put(root / "docs" / "evidence" / f"{page.name}.md", page.table)
-        (root / "docs" / "results" / f"{page.name}.md").write_text(page.details(), encoding="utf-8")
-    verdicts = (root / "docs" / "results" / "reproduction.md").read_text(encoding="utf-8")
-    put(root / "docs" / "evidence" / "reproduction.md", evidence.claims(verdicts))
+        file = f"{page.name}.md"
+        put(shown / file, page.table)
+        Path(results, file).write_text(page.details(), encoding="utf-8")
+    verdicts = Path(results, "reproduction.md").read_text(encoding="utf-8")
+    put(shown / "reproduction.md", evidence.claims(verdicts))
     small = results_of(root, "demo")
     large = results_of(root, "demo-large")
     chat = results_of(root, "real-command")
@@ -179,7 +189,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", nargs="*", default=[], metavar="NAME=FILE")
     for name, _, file in (word.partition("=") for word in parser.parse_args().keep):
-        keep(ROOT, name, Path(file), rows=("alpha",) if name.startswith("heads-") else ())
+        rows = ("alpha",) if name.startswith("heads-") else ()
+        keep(ROOT, name, Path(file), rows=rows)
     for make in (tables, pictures, demo_report):
         make(ROOT)
 

@@ -2,12 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from benchmarks.lib.pages import gap, table
-from benchmarks.lib.seeds import difference_over_seeds, pool_resamples, pool_sums, two_level
+from benchmarks.lib.seeds import (
+    difference_over_seeds,
+    estimate_of_mean,
+    pool_resamples,
+    pool_sums,
+    two_level,
+)
 from draftsmith.core.io import JsonObject
 from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import (
@@ -17,7 +22,7 @@ from draftsmith.eval.bootstrap import (
     pooled_ratios,
     resamples,
 )
-from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.report.formats import number, with_interval
 
 # Of one draft: per-prompt sums and counts by set.
 Alphas = dict[str, PromptSums]
@@ -54,10 +59,12 @@ class Comparison:
         own = (self.sets.own,)
         others = self.sets.others
         row: JsonObject = {"id": self._change(seeds, own), "ood": self._change(seeds, others)}
-        for name in others:
-            row[f"set {name}"] = self._change(seeds, (name,))
-        worst = min(others, key=lambda name: row[f"set {name}"]["change"]["value"])
-        return row | {"worst": row[f"set {worst}"] | {"set": worst}}
+        by_set = {name: self._change(seeds, (name,)) for name in others}
+        for name, change in by_set.items():
+            row[f"set {name}"] = change
+        values = {name: change["change"]["value"] for name, change in by_set.items()}
+        worst = min(values, key=lambda name: values[name])
+        return row | {"worst": by_set[worst] | {"set": worst}}
 
     def share(self, new: Sequence[Alphas], plain: Sequence[Alphas]) -> dict[str, float | None]:
         """The gain in distribution over the plain method's, with the interval of their paired
@@ -103,6 +110,16 @@ def picks_of(sums: PromptSums, name: str, count: int) -> Resamples:
     return resamples(range(len(sums.numerator_P)), count, row_seed(0, name) % 2**32)
 
 
+def over_seeds(seeds: Sequence[Alphas], names: Sequence[str], digits: int = 3) -> tuple[str, str]:
+    """The mean over training seeds of a ratio pooled over sets, with its interval over prompts; and
+    the ratio by seed.
+    """
+    sums = [_pooled(alphas, names) for alphas in seeds]
+    picks = pool_resamples([picks_of(seeds[0][name], name, 2000) for name in names])
+    mean = with_interval(estimate_of_mean(sums, picks), digits)
+    return mean, ", ".join(number(each.pooled) for each in sums)
+
+
 def document_of(
     sets: Sets, base: Alphas, found: Mapping[str, Sequence[Alphas]], count: int
 ) -> JsonObject:
@@ -119,34 +136,39 @@ def document_of(
     return {"sets": {"own": sets.own, "near": sets.near, "far": sets.far}, "rows": rows}
 
 
-def by_method(results: Mapping[str, Any], first: str) -> str:
+def by_method(results: JsonObject, first: str) -> str:
     """Changes of alpha over the base by method, of a kept study of all methods."""
     rows = []
     for method, row in results["rows"].items():
         words = [method, row["setting"], str(row["seeds"]), gap(row["id"]["change"]), share_of(row)]
         words += [worst_of(row), gap(row["ood"]["change"])]
-        rows.append([*words, "" if row["area"] is None else f"{row['area']:.2f}"])
+        area = row["area"]
+        rows.append([*words, "" if area is None else f"{area:.2f}"])
     heading = ["setting", "seeds", "ID", "share of plain's gain", "worst OOD set", "OOD", "area"]
     return table([first, *heading], rows)
 
 
-def share_of(row: Mapping[str, Any]) -> str:
+def share_of(row: JsonObject) -> str:
     """The share of the plain gain, with its interval."""
-    return "" if row["share"]["value"] is None else f"{with_interval(row['share'], 0, scale=100)} %"
+    share = row["share"]
+    return "" if share["value"] is None else f"{with_interval(share, 0, scale=100)} %"
 
 
-def worst_of(row: Mapping[str, Any]) -> str:
+def worst_of(row: JsonObject) -> str:
     """The change on the worst set out of distribution, and its name."""
-    return f"{gap(row['worst']['change'])} {row['worst']['set']}"
+    worst = row["worst"]
+    return f"{gap(worst['change'])} {worst['set']}"
 
 
-def gains(results: Mapping[str, Any]) -> str:
+def gains(results: JsonObject) -> str:
     """What each of several domains gained at once, by how their data were mixed. The last column
     says whether every domain gained, by the lower bounds.
     """
     names = [*results["domains"], *results["other"]]
-    rows = [["base, alpha", *(f"{results['base'][name]:.3f}" for name in names), ""]]
+    base = [number(results["base"][name]) for name in names]
+    rows = [["base, alpha", *base, ""]]
     for way, row in results["rows"].items():
-        every = all(row[name]["low"] > 0 for name in results["domains"])
-        rows.append([way, *(gap(row[name]) for name in names), "yes" if every else "no"])
+        lows = [row[name]["low"] for name in results["domains"]]
+        changes = [gap(row[name]) for name in names]
+        rows.append([way, *changes, "yes" if min(lows) > 0 else "no"])
     return table(["way", *names, "a gain in every domain"], rows) + "\n"

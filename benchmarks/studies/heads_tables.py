@@ -1,20 +1,17 @@
 """Tables of the study of heads on small pairs."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-from benchmarks.lib.pages import table
-from benchmarks.lib.seeds import estimate_of_mean, pool_resamples, pool_sums
+from benchmarks.lib.pages import by_temperature, table
+from benchmarks.studies.frontier_tables import Alphas, over_seeds
+from benchmarks.studies.real_figures import sums_of
 from benchmarks.studies.real_tables import NAMES
-from draftsmith.core.sampling import row_seed
-from draftsmith.eval.bootstrap import PromptSums, resamples
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.core.io import JsonObject
+from draftsmith.eval.bootstrap import PromptSums
+from draftsmith.eval.report.formats import with_interval
 from draftsmith.eval.results import Results
-
-# Takes the counts of one cell; gives a number per prompt.
-Sums = Callable[[Mapping[str, Any]], Sequence[float]]
 
 
 def heads(results: Results, first: str) -> list[str]:
@@ -23,75 +20,53 @@ def heads(results: Results, first: str) -> list[str]:
 
     Means over seeds; intervals are over prompts. alpha in distribution also by seed.
     """
-    (chain, rule), (tree, tree_rule) = results.methods
     own, *others = results.domains()
-    kinds = list(dict.fromkeys(draft.rpartition("-")[0] for draft in results.drafts))
-
-    def pooled(
-        of: str, kind: str, domains: Sequence[str], at: float, above: Sums, below: Sums, *how: str
-    ) -> str:
-        """The figure above / below over all seeds of a kind, pooled over domains."""
-        counts = {tuple(cell): found for cell, found in results.counts(of).items()}
-        drafts = [draft for draft in results.drafts if re.fullmatch(rf"{kind}-\d+", draft)]
-        parts = [
-            [counts[draft, domain, at, *(how or (None, None))]["per_prompt"] for domain in domains]
-            for draft in drafts
-        ]
-        seeds = [
-            pool_sums([PromptSums.of(above(part), below(part)) for part in each]) for each in parts
-        ]
-        sizes = [len(above(part)) for part in parts[0]]
-        picks = [
-            resamples(range(size), 2000, row_seed(0, name) % 2**32)
-            for size, name in zip(sizes, domains, strict=True)
-        ]
-        text = with_interval(
-            estimate_of_mean(seeds, pool_resamples(picks)), 3 if of == "alpha" else 2
-        )
-        by_seed = ", ".join(number(one.pooled, 3) for one in seeds)
-        return f"{text} ({by_seed})" if of == "alpha" and domains == [own] else text
-
-    alpha: Any = (itemgetter("sum"), itemgetter("count"))
-    tau: Any = (itemgetter("emitted"), itemgetter("target_calls"))
+    chain = results.methods[0]
+    alphas = [sums_of(results, at) for at in (0.0, 1.0)]
+    taus = []
+    for way in results.methods:
+        taus += [sums_of(results, at, "decoding", _tau, way) for at in (0.0, 1.0)]
+    tokens = range(int(chain[0].partition(":")[2]))
+    accepted = [
+        sums_of(results, 1.0, "decoding", partial(_at_depth, depth), chain) for depth in tokens
+    ]
     rows = []
     depths = []
-    for kind in kinds:
-        model: Any = results.document["models"][f"{kind}-1"]
+    for kind in dict.fromkeys(draft.rpartition("-")[0] for draft in results.drafts):
+        model = results.document["models"][f"{kind}-1"]
         row = [NAMES[kind], f"{model['parameters'] / 1e6:.2f} M"]
-        row += [
-            pooled("alpha", kind, domains, at, *alpha)
-            for at in (0.0, 1.0)
-            for domains in ([own], others)
-        ]
-        row += [pooled("decoding", kind, [own], at, *tau, chain, rule) for at in (0.0, 1.0)]
-        row += [pooled("decoding", kind, [own], at, *tau, tree, tree_rule) for at in (0.0, 1.0)]
+        for sums in alphas:
+            mean, by_seed = over_seeds(_seeds_of(kind, sums), [own])
+            elsewhere, _ = over_seeds(_seeds_of(kind, sums), others)
+            row += [f"{mean} ({by_seed})", elsewhere]
+        row += [over_seeds(_seeds_of(kind, sums), [own], 2)[0] for sums in taus]
         timed = f"{kind}-seconds" if f"{kind}-seconds" in results.drafts else f"{kind}-1"
-        training: Any = results.document["models"][timed]["training"]
-        rows.append(
-            [*row, f"{with_interval(results.alpha(timed, own, 1.0))}, {training['steps']} steps"]
-        )
-        at_depth = (
-            pooled(
-                "decoding",
-                kind,
-                [own],
-                1.0,
-                _by_depth("accepted", d),
-                _by_depth("reached", d),
-                chain,
-                rule,
-            )
-            for d in range(int(chain.partition(":")[2]))
-        )
+        training = results.document["models"][timed]["training"]
+        assert training is not None
+        alpha = with_interval(results.alpha(timed, own, 1.0))
+        rows.append([*row, f"{alpha}, {training['steps']} steps"])
+        at_depth = [over_seeds(_seeds_of(kind, sums), [own], 2)[0] for sums in accepted]
         depths.append([NAMES[kind], *at_depth])
-    heading = [
-        "parameters",
-        *(f"alpha {place}, T = {at}" for at in (0, 1) for place in (own, "elsewhere")),
-    ]
-    heading += [f"tau {shape}, T = {at}" for shape in ("chain", "tree") for at in (0, 1)]
-    by_depth = table([f"{first}, token", *(str(d + 1) for d in range(len(depths[0]) - 1))], depths)
-    return [table([first, *heading, f"equal seconds: alpha {own}, T = 1"], rows), by_depth]
+    heading = by_temperature([f"alpha {own}", "alpha elsewhere"], (0, 1))
+    heading += by_temperature(["tau chain"], (0, 1)) + by_temperature(["tau tree"], (0, 1))
+    last = f"equal seconds: alpha {own}, T = 1"
+    figures = table([first, "parameters", *heading, last], rows)
+    return [figures, table([f"{first}, token", *(str(token + 1) for token in tokens)], depths)]
 
 
-def _by_depth(what: str, depth: int) -> Sums:
-    return lambda part: [row[depth] if depth < len(row) else 0 for row in part[f"{what}_by_depth"]]
+def _seeds_of(kind: str, sums: dict[str, Alphas]) -> list[Alphas]:
+    """Of the drafts of a kind, one for each training seed."""
+    return [alphas for draft, alphas in sums.items() if re.fullmatch(rf"{kind}-\d+", draft)]
+
+
+def _tau(part: JsonObject) -> PromptSums:
+    return PromptSums.of(part["emitted"], part["target_calls"])
+
+
+def _at_depth(depth: int, part: JsonObject) -> PromptSums:
+    """How often a token of that depth was accepted, of how often it was reached."""
+
+    def counted(what: str) -> Sequence[float]:
+        return [row[depth] if depth < len(row) else 0 for row in part[f"{what}_by_depth"]]
+
+    return PromptSums.of(counted("accepted"), counted("reached"))

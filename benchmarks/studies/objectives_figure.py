@@ -2,8 +2,10 @@
 learning rate.
 """
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.core.io import JsonObject
@@ -17,7 +19,9 @@ WIDTH, HEIGHT = 10.0, 4.6  # inches
 
 def write_pictures(results: JsonObject, out: Path, name: str = "objectives") -> None:
     """OUT/NAME.png and NAME-dark.png."""
-    roles = {name: f"d{i + 1}" for i, name in enumerate(COLOURED)} | {"base": "base"}
+    roles = {"base": "base"}
+    for number, objective in enumerate(COLOURED, start=1):
+        roles[objective] = f"d{number}"
     for suffix, colours in PATHS.items():
         look = Look(colours, roles)
         write_png(picture(results, look), out / f"{name}{suffix}.png")
@@ -28,68 +32,70 @@ def picture(results: JsonObject, look: Look) -> Figure:
     with the rate.
     """
     own = results["domains"][0]
-    rates = sorted(results["options"]["rates"])
+    rates = [f"{rate:g}" for rate in sorted(results["options"]["rates"])]
+    grey = [name for name in results["by_rate"] if name not in COLOURED]
+    coloured = [name for name in COLOURED if name in results["by_rate"]]
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, HEIGHT))
         ax = figure.subplots()
-        ends = []
-        names = [name for name in results["by_rate"] if name not in COLOURED]
-        for name in [*names, *(name for name in COLOURED if name in results["by_rate"])]:
-            tried = [results["by_rate"][name][f"{rate:g}"] for rate in rates]
+        ends = {}
+        for name in [*grey, *coloured]:
+            by_rate = results["by_rate"][name]
+            tried = [by_rate[rate] for rate in rates]
             x = [at[own] for at in tried]
             y = [at["ood"] for at in tried]
-            known = name in COLOURED
-            colour = look.colour(name) if known else look.colours["line"]
-            ax.plot(x, y, color=colour, lw=1.8 if known else 1.2, zorder=3 if known else 2)
-            sizes = [14 + 26 * i for i in range(len(rates))]
-            ax.scatter(
-                x,
-                y,
-                s=sizes,
-                marker=look.marker(name) if known else "o",
-                color=colour,
-                zorder=3 if known else 2,
-            )
-            if known:
-                ends.append((x[-1], y[-1], name))
-        base = {
-            where: results["figures"]["1"]["base"][where]["alpha"]["value"]
-            for where in (own, "ood")
-        }
-        ax.axhline(base["ood"], color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
-        ax.scatter([base[own]], [base["ood"]], s=60, color=look.colours["base"], zorder=4)
-        ax.annotate(
-            "base draft",
-            (base[own], base["ood"]),
-            xytext=(8, 5),
-            textcoords="offset points",
-            color=look.colours["soft"],
-        )
-        told = ", ".join(f"{rate:g}" for rate in rates)
+            _draw(ax, x, y, name, look)
+            if name in COLOURED:
+                ends[name] = (x[-1], y[-1])
+        base = results["figures"]["1"]["base"]
+        point = (base[own]["alpha"]["value"], base["ood"]["alpha"]["value"])
+        _draw_base(ax, point, look)
         ax.set_xlabel(
             f"expected acceptance α in distribution ({own}), T = 1; marks grow with the learning "
-            f"rate: {told}"
+            f"rate: {', '.join(rates)}"
         )
         ax.set_ylabel("α out of distribution")
-        low, high = ax.get_ylim()
-        spread = (high - low) * 15 / (HEIGHT * 72 - 62)
-        last = float("inf")
-        for x_end, y_end, name in sorted(ends, key=lambda end: -end[1]):
-            last = min(y_end, last - spread)
-            ax.annotate(
-                name,
-                (x_end, y_end),
-                xytext=(1.015, last),
-                textcoords=("axes fraction", "data"),
-                va="center",
-                color=look.colour(name),
-                annotation_clip=False,
-                arrowprops={
-                    "arrowstyle": "-",
-                    "color": look.colour(name),
-                    "lw": 0.6,
-                    "shrinkA": 0,
-                    "shrinkB": 4,
-                },
-            )
+        _name_ends(ax, ends, look)
         return figure
+
+
+def _draw(ax: Axes, x: Sequence[float], y: Sequence[float], name: str, look: Look) -> None:
+    """The line of an objective."""
+    known = name in COLOURED
+    colour = look.colour(name) if known else look.colours["line"]
+    order = 3 if known else 2
+    ax.plot(x, y, color=colour, lw=1.8 if known else 1.2, zorder=order)
+    sizes = [14 + 26 * i for i in range(len(x))]
+    marker = look.marker(name) if known else "o"
+    ax.scatter(x, y, s=sizes, marker=marker, color=colour, zorder=order)
+
+
+def _draw_base(ax: Axes, point: tuple[float, float], look: Look) -> None:
+    """The draft that training began with."""
+    colours = look.colours
+    ax.axhline(point[1], color=colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
+    ax.scatter([point[0]], [point[1]], s=60, color=colours["base"], zorder=4)
+    ax.annotate(
+        "base draft", point, xytext=(8, 5), textcoords="offset points", color=colours["soft"]
+    )
+
+
+def _name_ends(ax: Axes, ends: Mapping[str, tuple[float, float]], look: Look) -> None:
+    """Name the lines on the right, one below another."""
+    low, high = ax.get_ylim()
+    spread = (high - low) * 15 / (HEIGHT * 72 - 62)
+    last = float("inf")
+    for name in sorted(ends, key=lambda name: -ends[name][1]):
+        last = min(ends[name][1], last - spread)
+        colour = look.colour(name)
+        arrow = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 4}
+        ax.annotate(
+            name,
+            ends[name],
+            xytext=(1.015, last),
+            textcoords=("axes fraction", "data"),
+            va="center",
+            color=colour,
+            annotation_clip=False,
+            arrowprops=arrow,
+        )

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Page:
 
     def results(self) -> set[str]:
         """Return the kept results that the page has figures of: those that drafts decide."""
-        names = {name for results in self.tables.values() for name in results}
+        names = set(chain.from_iterable(self.tables.values()))
         for sentence in self.says:
             for terms, _ in _NAME.findall(sentence):
                 paths = [term for term in re.split(r" [-*/] ", terms) if "/" in term]
@@ -54,7 +55,8 @@ class Page:
 
 def read(root: Path) -> tuple[dict[str, Page], dict[str, dict[str, str]]]:
     """Return the pages of figures.yaml, and how each kept result was made."""
-    document = yaml.safe_load((root / "docs" / "figures.yaml").read_text(encoding="utf-8"))
+    text = Path(root, "docs", "figures.yaml").read_text(encoding="utf-8")
+    document = yaml.safe_load(text)
     pages = {name: Page(**entry) for name, entry in document["pages"].items()}
     return pages, document["made"]
 
@@ -63,7 +65,8 @@ def problems(root: Path, name: str, page: Page) -> list[str]:
     """Return what is wrong with the figures of a page, a line each: sentences that do not stand
     there with the figures of the kept results, and figures without a name.
     """
-    text = _plain(_without_code_and_tables((root / name).read_text(encoding="utf-8"), page))
+    written = Path(root, name).read_text(encoding="utf-8")
+    text = _plain(_without_code_and_tables(written, page))
     covered: set[int] = set()
     found: list[str] = []
     for given in page.given:
@@ -82,8 +85,9 @@ def problems(root: Path, name: str, page: Page) -> list[str]:
                 covered.update(range(start + first, start + last))
     prose = _NOT_PROSE.sub(lambda match: " " * len(match[0]), text)
     for figure in _FIGURE.finditer(prose):
-        if not covered.issuperset(range(*figure.span())):
-            around = text[max(0, figure.start() - 60) : figure.end() + 20]
+        first, last = figure.span()
+        if not covered.issuperset(range(first, last)):
+            around = text[max(0, first - 60) : last + 20]
             found.append(f"{name}: no name for {figure[0]} in: {around}")
     return found
 
@@ -115,7 +119,7 @@ def _term(root: Path, term: str) -> Any:
 
 @cache
 def _kept(root: Path, name: str) -> Any:
-    manifest = root / "benchmarks" / "studies" / "real" / name / "manifest.json"
+    manifest = Path(root, "benchmarks", "studies", "real", name, "manifest.json")
     return read_json(manifest, "a set") if manifest.is_file() else kept(root, name)
 
 
@@ -166,9 +170,9 @@ def _plain(text: str) -> str:
 def _without_code_and_tables(text: str, page: Page) -> str:
     lines = []
     inside = False
+    begins = tuple(f"| {cell} |" for cell in page.tables)
     for line in _CODE.sub("", text).split("\n"):
-        begins = any(line.startswith(f"| {cell} |") for cell in page.tables)
-        inside = line.startswith("|") and (inside or begins)
+        inside = line.startswith("|") and (inside or line.startswith(begins))
         if not inside:
             lines.append(line)
     return "\n".join(lines)

@@ -5,7 +5,6 @@ acceptance by depth, speed.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -13,13 +12,13 @@ from matplotlib.figure import Figure
 from benchmarks.studies import frontier_tables
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.bootstrap import PromptSums
+from draftsmith.eval.report import formats
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
 from draftsmith.eval.results import Results
-from draftsmith.eval.schema import Row
 
 WIDTH, HEIGHT = 10.0, 4.2  # inches
 # Of the tree whose depths are drawn.
-CHAIN = ("chain:4", "speculative")
+CHAIN = {"tree": "chain:4", "verifier": "speculative"}
 
 
 def write(
@@ -41,7 +40,9 @@ def which(results: Results, names: Mapping[str, str], out: Path) -> None:
 def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> None:
     """OUT/real-align: change of alpha by set at temperature 1, a panel per base."""
     documents = {base: over_seeds(results, 1.0) for base, results in bases.items()}
-    ways = list(dict.fromkeys(way for document in documents.values() for way in document["rows"]))
+    ways: list[str] = []
+    for document in documents.values():
+        ways += [way for way in document["rows"] if way not in ways]
     write(out, "real-align", ["base", *ways], "base", partial(_changes, documents, ways, names))
 
 
@@ -49,33 +50,48 @@ def over_seeds(results: Results, temperature: float) -> JsonObject:
     """Gain and losses of drafts called BASE-maths-WAY-SEED, by way, over the first draft
     (`frontier_tables`).
     """
-    others = tuple(name for name in results.domains("ood") if name != "chat")
+    others = [name for name in results.domains("ood") if name != "chat"]
     alphas = sums_of(results, temperature)
     found: dict[str, list[frontier_tables.Alphas]] = {}
     for draft in results.aligned:
         found.setdefault(way_of(draft), []).append(alphas[draft])
-    sets = frontier_tables.Sets("maths", near=("chat",), far=others)
+    sets = frontier_tables.Sets("maths", near=("chat",), far=tuple(others))
     return frontier_tables.document_of(sets, alphas[results.base], found, 2000)
 
 
-def sums_of(results: Results, temperature: float) -> dict[str, frontier_tables.Alphas]:
-    """Sums and counts of alpha by draft, set and prompt."""
-    alphas: dict[str, frontier_tables.Alphas] = {}
-    for (draft, domain, at, _, _), counts in results.counts("alpha").items():
-        if at == temperature:
-            alpha = counts["per_prompt"]
-            alphas.setdefault(draft, {})[domain] = PromptSums.of(alpha["sum"], alpha["count"])
-    return alphas
+def _alpha(counts: JsonObject) -> PromptSums:
+    return PromptSums.of(counts["sum"], counts["count"])
+
+
+def sums_of(
+    results: Results,
+    temperature: float,
+    of: str = "alpha",
+    ratio: Callable[[JsonObject], PromptSums] = _alpha,
+    way: tuple[str | None, str | None] = (None, None),
+) -> dict[str, frontier_tables.Alphas]:
+    """A ratio of the counts of one measurement by draft, set and prompt. way: tree and verifier, if
+    it is of decoding.
+    """
+    found: dict[str, frontier_tables.Alphas] = {}
+    for (draft, domain, *how), counts in results.counts(of).items():
+        if how == [temperature, *way]:
+            found.setdefault(draft, {})[domain] = ratio(counts["per_prompt"])
+    return found
 
 
 def way_of(draft: str) -> str:
     """WAY of a draft called BASE-maths-WAY-SEED."""
-    return draft.partition("-maths-")[2].rpartition("-")[0].replace("-", " ")
+    _, _, way = draft.partition("-maths-")
+    return way.rpartition("-")[0].replace("-", " ")
 
 
-def change_on(row: Mapping[str, Any], domain: str) -> Any:
+def change_on(row: JsonObject, domain: str) -> JsonObject:
     """The change on a set, or out of distribution, of a way of `over_seeds`."""
-    return row[{"maths": "id", "ood": "ood"}.get(domain, f"set {domain}")]["change"]
+    places = {"maths": "id", "ood": "ood"}
+    place: JsonObject = row[places.get(domain, f"set {domain}")]
+    change: JsonObject = place["change"]
+    return change
 
 
 def amount(results: Results, out: Path) -> None:
@@ -94,113 +110,127 @@ def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Lo
     """A panel per temperature; a column per set, in it a point with its interval per draft."""
     domains = results.domains()
     drafts = results.drafts
-    panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
+    panels = _panels(figure, len(results.temperatures))
     for ax, temperature in zip(panels, results.temperatures, strict=True):
         for number, draft in enumerate(drafts):
             rows = [results.figure("alpha", draft, domain, temperature) for domain in domains]
             _points(ax, _beside(number, drafts, domains), rows, draft, names, look)
-        ax.set_xticks(
-            range(len(domains)), [f"{domain}\n{results.kind(domain).upper()}" for domain in domains]
-        )
+        _name_columns(ax, domains, results.domains("id"))
         ax.set_title(f"T = {temperature:g}")
-    panels[0].set_ylabel("expected acceptance α")
-    _legend(figure, panels[0])
+    _explain(figure, panels, "expected acceptance α")
 
 
 def _changes(
-    documents: Mapping[str, Mapping[str, Any]],
+    documents: Mapping[str, JsonObject],
     ways: Sequence[str],
     names: Mapping[str, str],
     figure: Figure,
     look: Look,
 ) -> None:
     """A panel per base; a column per set, in it a point with its interval per way."""
-    panels: Any = figure.subplots(1, len(documents), sharey=True)
+    panels = _panels(figure, len(documents))
     for ax, (base, document) in zip(panels, documents.items(), strict=True):
-        domains = [document["sets"]["own"], *document["sets"]["near"], *document["sets"]["far"]]
+        sets = document["sets"]
+        domains = [sets["own"], *sets["near"], *sets["far"]]
         for number, way in enumerate(ways):
             if way in document["rows"]:
                 rows = [change_on(document["rows"][way], domain) for domain in domains]
                 _points(ax, _beside(number, ways, domains), rows, way, names, look)
         ax.axhline(0, color=look.colours["base"], lw=1, ls=(0, (2, 2)), zorder=1)
-        ax.set_xticks(
-            range(len(domains)),
-            [f"{name}\n{'OOD' if at else 'ID'}" for at, name in enumerate(domains)],
-        )
+        _name_columns(ax, domains, domains[:1])
         ax.set_title(f"{names[base]}, T = 1")
-    panels[0].set_ylabel("change of α over the draft of chat")
-    _legend(figure, panels[0])
+    _explain(figure, panels, "change of α over the draft of chat")
 
 
 def _shares(results: Results, figure: Figure, look: Look) -> None:
     """A panel per temperature; a line per kind of share, from 1/16 to all."""
-    panels: Any = figure.subplots(1, len(results.temperatures), sharey=True)
+    panels = _panels(figure, len(results.temperatures))
     labels = {"steps": "share of the steps, all answers", "data": "share of the answers, all steps"}
     for ax, temperature in zip(panels, results.temperatures, strict=True):
         for kind in labels:
             shares = [draft for draft in results.drafts if draft.startswith(kind)]
-            drafts = sorted(shares, key=lambda draft: float(draft.partition("-")[2])) + ["all"]
+            drafts = [*sorted(shares, key=_share), "all"]
             rows = [results.figure("alpha", draft, "id", temperature) for draft in drafts]
             _points(ax, list(range(len(rows))), rows, kind, labels, look, joined=True)
         ax.set_xticks(range(5), ["1/16", "1/8", "1/4", "1/2", "all"])
         ax.set_xlabel("share")
         ax.set_title(f"T = {temperature:g}")
-    panels[0].set_ylabel("expected acceptance α on chat")
-    _legend(figure, panels[0])
+    _explain(figure, panels, "expected acceptance α on chat")
+
+
+def _share(draft: str) -> float:
+    """The share of a draft called KIND-SHARE."""
+    return float(draft.partition("-")[2])
 
 
 def _beside(number: int, drafts: Sequence[str], domains: Sequence[str]) -> list[float]:
-    return [
-        place + (number - (len(drafts) - 1) / 2) * 0.7 / len(drafts)
-        for place in range(len(domains))
-    ]
+    aside = _from_middle(number, drafts) * 0.7 / len(drafts)
+    return [column + aside for column in range(len(domains))]
+
+
+def _from_middle(number: int, drafts: Sequence[str]) -> float:
+    return number - (len(drafts) - 1) / 2
 
 
 def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
     """A panel for chat and one for all other sets, at temperature 1."""
     drafts = results.drafts
-    panels: Any = figure.subplots(1, 2, sharey=True)
-    for ax, (place, title) in zip(
-        panels, {"id": "chat, in distribution", "ood": "the other sets"}.items(), strict=True
-    ):
+    titles = {"id": "chat, in distribution", "ood": "the other sets"}
+    panels = _panels(figure, 2)
+    for ax, (place, title) in zip(panels, titles.items(), strict=True):
         for number, draft in enumerate(drafts):
-            rows = results.series("accept_predicted", draft, place, 1.0, *CHAIN)
-            aside = (number - (len(drafts) - 1) / 2) * 0.06
+            rows = results.series("accept_predicted", draft, place, 1.0, **CHAIN)
+            aside = _from_middle(number, drafts) * 0.06
             places = [(row["at"] or 0) + aside for row in rows]
             _points(ax, places, rows, draft, names, look, joined=True)
         ax.set_xticks(range(1, 5))
         ax.set_xlabel("drafted token")
         ax.set_title(title)
-    panels[0].set_ylabel("accepted, given those before, T = 1")
-    _legend(figure, panels[0])
+    _explain(figure, panels, "accepted, given those before, T = 1")
+
+
+def _panels(figure: Figure, count: int) -> list[Axes]:
+    """Panels side by side."""
+    return list(figure.subplots(1, count, sharey=True, squeeze=False)[0])
+
+
+def _name_columns(ax: Axes, domains: Sequence[str], own: Sequence[str]) -> None:
+    """Name the columns of sets. own: those in distribution."""
+    labels = []
+    for domain in domains:
+        kind = "ID" if domain in own else "OOD"
+        labels.append(f"{domain}\n{kind}")
+    ax.set_xticks(range(len(domains)), labels)
 
 
 def _points(
     ax: Axes,
     places: Sequence[float],
-    rows: Sequence[Row | JsonObject | None],
+    rows: Sequence[formats.Figure | None],
     draft: str,
     names: Mapping[str, str],
     look: Look,
     joined: bool = False,
 ) -> None:
-    known: list[Any] = [
-        (place, row) for place, row in zip(places, rows, strict=True) if row is not None
-    ]
+    known = [(place, row) for place, row in zip(places, rows, strict=True) if row is not None]
     values = [row["value"] for _, row in known]
     below = [row["value"] - row["low"] for _, row in known]
     above = [row["high"] - row["value"] for _, row in known]
-    style: Any = {"color": look.colour(draft), "marker": look.marker(draft), "ms": 5, "lw": 1.4}
     ax.errorbar(
         [place for place, _ in known],
         values,
         [below, above],
         ls="-" if joined else "none",
-        label=names.get(draft, draft).strip("*"),
-        **style,
+        label=names.get(draft, draft),
+        color=look.colour(draft),
+        marker=look.marker(draft),
+        ms=5,
+        lw=1.4,
     )
 
 
-def _legend(figure: Figure, ax: Axes) -> None:
-    handles, labels = ax.get_legend_handles_labels()
+def _explain(figure: Figure, panels: Sequence[Axes], what: str) -> None:
+    """Say what is drawn, and write the legend."""
+    panels[0].set_ylabel(what)
+    handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)

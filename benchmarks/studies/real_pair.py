@@ -44,7 +44,7 @@ from benchmarks.studies.real_study import (
 from draftsmith.config import InitConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.errors import InputError, RunError
-from draftsmith.core.io import atomic_dir
+from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
@@ -69,12 +69,11 @@ def pruned(study: Study) -> TrainConfig:
 def _started(study: Study, name: str, **options: Any) -> str:
     start = study.out / "starts" / study.seeded(name)
     if not start.exists():
-        seed = study.options.seed - 1
-        init(
-            InitConfig(
-                target=study.options.target, out=str(start), device="cpu", seed=seed, **options
-            )
+        asked = study.options
+        config = InitConfig(
+            target=asked.target, out=str(start), device="cpu", seed=asked.seed - 1, **options
         )
+        init(config)
     return str(start)
 
 
@@ -121,8 +120,9 @@ def block(kind: DraftKind, study: Study) -> TrainConfig:
     )
 
 
+Training = Callable[[Study], TrainConfig]
 # In the order in which they are trained.
-DRAFTS: dict[str, Callable[[Study], TrainConfig]] = {
+DRAFTS: dict[str, Training] = {
     "eagle3": eagle3,
     "pruned": pruned,
     "hydra": hydra,
@@ -139,11 +139,18 @@ def which(study: Study) -> None:
     drafts: dict[str, str] = {}
     for name, config_of in DRAFTS.items():
         asked = not study.options.drafts or name in study.options.drafts
-        if asked or (study.out / "drafts" / study.seeded(name) / "config.json").exists():
+        if asked or study.has_draft(study.seeded(name)):
             drafts[name] = trained(config_of(study))
-    results = evaluate(study.evaluation(study.seeded("which"), _base_first(drafts), "chat"))
-    _keep(study, study.seeded("which"))
-    sys.stdout.write(drafts_table(results))
+    first = {BASE: drafts[BASE]} if BASE in drafts else {}
+    results = _measured(study, study.seeded("which"), first | drafts, "chat")
+    _print_drafts(results)
+
+
+def _measured(study: Study, name: str, drafts: Mapping[str, str], id_set: str) -> Results:
+    """Evaluate drafts as OUT/NAME, and keep it."""
+    results = evaluate(study.evaluation(name, drafts, id_set))
+    _keep(study, name)
+    return results
 
 
 def trained(config: TrainConfig) -> str:
@@ -153,19 +160,18 @@ def trained(config: TrainConfig) -> str:
     return config.out
 
 
-def _base_first(drafts: Mapping[str, str]) -> dict[str, str]:
-    return dict(sorted(drafts.items(), key=lambda item: item[0] != BASE))
-
-
-def drafts_table(results: Results) -> str:
+def _print_drafts(results: Results) -> None:
     """Alpha by domain, and the predicted tau of chains of 4, by temperature."""
-    tables = (
-        real_tables.acceptance(results, f"draft, T = {at:g}", at) for at in results.temperatures
-    )
-    return "".join(f"\n{each}\n" for each in tables)
+    for at in results.temperatures:
+        title = f"draft, T = {at:g}"
+        _print(real_tables.acceptance(results, title, at))
 
 
-def best(study: Study, *kinds: str) -> str:
+def _print(text: str) -> None:
+    sys.stdout.write(f"\n{text}\n")
+
+
+def best(study: Study, kinds: Sequence[str]) -> str:
     """The draft among these that --drafts names; else that of question 1 with the highest predicted
     tau on chat at temperature 1.
     """
@@ -183,11 +189,11 @@ def best(study: Study, *kinds: str) -> str:
 def trained_longest(study: Study, name: str) -> str:
     """Name the longest training of this draft that OUT/drafts holds."""
     run = study.seeded(f"{name}-longest")
-    return run if (study.out / "drafts" / run / "config.json").exists() else name
+    return run if study.has_draft(run) else name
 
 
 LANGUAGE_MODELS = ("pruned",)
-HEADS = tuple(name for name in DRAFTS if name not in LANGUAGE_MODELS)
+HEADS = [name for name in DRAFTS if name not in LANGUAGE_MODELS]
 
 
 # Piece: align.
@@ -203,39 +209,43 @@ def align(study: Study) -> None:
     loses.
     """
     # Epochs are over data and replay; steps count the answers alone, so that these are equal.
-    steps = _steps(study, study.sets("maths"))
-    for base in (best(study, *LANGUAGE_MODELS), best(study, *HEADS)):
-        drafts = {"base": str(study.out / "drafts" / base)}
+    maths = study.sets(["maths"])
+    steps = _steps(study, maths)
+    for base in (best(study, LANGUAGE_MODELS), best(study, HEADS)):
+        drafts = {"base": study.draft(base)}
         first = DRAFTS[base](study)
         assert first.optim.lr is not None
         for way, replayed in REPLAY.items():
             for seed in range(study.options.seeds if way in SEEDED else 1):
                 name = f"{base}-maths-{way.replace(' ', '-')}-{seed}"
-                share = (
-                    {"replay": study.sets(*replayed), "replay_fraction": 0.5} if replayed else {}
-                )
+                more: JsonObject = {"steps": steps}
+                if replayed:
+                    more = {"steps": 2 * steps, "replay": study.sets(replayed)}
+                    more["replay_fraction"] = 0.5
+                if first.kind == "eagle3":
+                    more["head"] = {"test_steps": first.head.test_steps}
                 config = study.training(
                     name,
                     first.kind,
-                    data=study.sets("maths"),
+                    data=maths,
                     draft=drafts["base"],
                     lr=first.optim.lr / 2,
                     seed=seed + 1,
-                    steps=2 * steps if replayed else steps,
-                    head={"test_steps": first.head.test_steps} if first.kind == "eagle3" else {},
-                    **share,
+                    **more,
                 )
                 drafts[name] = trained(config)
-        results = evaluate(study.evaluation(f"align-{base}", drafts, "maths"))
-        _keep(study, f"align-{base}")
-        sys.stdout.write(f"\n{real_tables.changes_over_seeds(results, base)}\n")
+        results = _measured(study, f"align-{base}", drafts, "maths")
+        _print(real_tables.changes_over_seeds(results, base))
 
 
 def _steps(study: Study, sets: list[str]) -> int:
-    rows = sum(
-        pq.read_metadata(part).num_rows for place in sets for part in Path(place).glob("part-*")
-    )
-    return max(1, round(study.sizes.epochs * rows * 0.95 / study.sizes.step_rows))
+    rows = 0
+    for place in sets:
+        parts = Path(place).glob("part-*")
+        rows += sum(pq.read_metadata(part).num_rows for part in parts)
+    sizes = study.sizes
+    steps = sizes.epochs * rows * 0.95 / sizes.step_rows
+    return max(1, round(steps))
 
 
 # Piece: longest.
@@ -254,48 +264,36 @@ def longest(study: Study) -> None:
     take_or_make(study, more)
     *chats, maths = more
     chat_sets = [each.out for each in chats]
-    tiny = study.options.tiny
+    rows = study.sizes.step_rows
     drafts = {}
     for name, steps in LONGEST.items():
         config = DRAFTS[name](study)
         depths = 3 if name == "eagle" else config.head.test_steps
-        drafts[name] = trained(
-            replace(
-                config,
-                out=str(study.out / "drafts" / study.seeded(f"{name}-longest")),
-                data=[*config.data, *chat_sets],
-                heldout_fraction=0.02,
-                head=replace(config.head, features=None, test_steps=depths),
-                optim=MUON,
-                batch_size=4 * study.sizes.step_rows,
-                accumulation=1,
-                steps=2 if tiny else steps,
-                eval_every=1 if tiny else steps // 10,
-            )
-        )
-    config = eagle3(study)
-    drafts["aligned"] = trained(
-        replace(
+        config = replace(
             config,
-            out=str(study.out / "drafts" / study.seeded("eagle3-longest-maths")),
-            draft=drafts["eagle3"],
-            draft_vocab_size=None,
-            data=[maths.out],
-            replay=chat_sets,
-            replay_fraction=0.5,
-            heldout_fraction=0.02,
-            head=replace(config.head, features=None),
-            optim=Optim(),
-            batch_size=2 * study.sizes.step_rows,
-            accumulation=1,
-            steps=2 if tiny else LONGEST_MATHS,
-            eval_every=1 if tiny else LONGEST_MATHS // 4,
+            data=[*config.data, *chat_sets],
+            head=replace(config.head, features=None, test_steps=depths),
+            optim=MUON,
+            batch_size=4 * rows,
         )
+        drafts[name] = _trained_for(study, f"{name}-longest", config, steps, steps // 10)
+    config = eagle3(study)
+    config = replace(
+        config,
+        draft=drafts["eagle3"],
+        draft_vocab_size=None,
+        data=[maths.out],
+        replay=chat_sets,
+        replay_fraction=0.5,
+        head=replace(config.head, features=None),
+        optim=Optim(),
+        batch_size=2 * rows,
     )
-    results = evaluate(study.evaluation(study.seeded("longest"), drafts, "chat"))
-    _keep(study, study.seeded("longest"))
-    sys.stdout.write(drafts_table(results))
-    rows = real_speed.every_draft(
+    drafts["aligned"] = _trained_for(
+        study, "eagle3-longest-maths", config, LONGEST_MATHS, LONGEST_MATHS // 4
+    )
+    _print_drafts(_measured(study, study.seeded("longest"), drafts, "chat"))
+    speeds = real_speed.every_draft(
         study,
         ["eagle3-longest", "eagle3-longest-maths"],
         "longest-speed",
@@ -303,12 +301,26 @@ def longest(study: Study) -> None:
         trees=("kary:4", "chain:3"),
         behind_lookup=("chain:3",),
     )
-    _timed(study, "longest-speed", rows)
+    _timed(study, "longest-speed", speeds)
 
 
-def _timed(study: Study, piece: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _trained_for(study: Study, name: str, config: TrainConfig, steps: int, every: int) -> str:
+    """Train a draft as OUT/drafts/NAME, for so many steps. every: steps between evaluations."""
+    tiny = study.options.tiny
+    config = replace(
+        config,
+        out=study.draft(study.seeded(name)),
+        heldout_fraction=0.02,
+        accumulation=1,
+        steps=2 if tiny else steps,
+        eval_every=1 if tiny else every,
+    )
+    return trained(config)
+
+
+def _timed(study: Study, piece: str, rows: Sequence[JsonObject]) -> None:
     _keep(study, piece)
-    sys.stdout.write(f"\n{real_tables.draft_speeds(rows)}\n")
+    _print(real_tables.draft_speeds(rows))
 
 
 # Piece: speed.
@@ -319,7 +331,7 @@ def speed(study: Study) -> None:
     trees, then the other engines.
     """
     language_model, head = (
-        trained_longest(study, best(study, *kinds)) for kinds in (LANGUAGE_MODELS, HEADS)
+        trained_longest(study, best(study, kinds)) for kinds in (LANGUAGE_MODELS, HEADS)
     )
     found = real_speed.measure(study, language_model, head)
     _keep(study, "speed")
@@ -337,7 +349,8 @@ def _keep(study: Study, name: str) -> None:
         figures.keep(ROOT, f"real-{name}", study.out / name / "results.json", study.public)
 
 
-PIECES: dict[str, Callable[[Study], None]] = {
+Piece = Callable[[Study], None]
+PIECES: dict[str, Piece] = {
     "data": data,
     "which": which,
     "align": align,
@@ -360,6 +373,7 @@ def run(options: Options) -> None:
 
 if __name__ == "__main__":
     try:
-        run(parse(Options, COMMAND, sys.argv[1:])[0])
+        options, _ = parse(Options, COMMAND, sys.argv[1:])
+        run(options)
     except (InputError, RunError) as error:
         sys.exit(f"{COMMAND}: {error}")

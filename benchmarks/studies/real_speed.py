@@ -5,12 +5,11 @@ of other engines, and what keeps ours from the limit.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks.lib.pages import table
+from benchmarks.lib.pages import by_temperature, table
 from benchmarks.lib.sets import once
 from benchmarks.lib.timing import rotated
 from benchmarks.speed import decode as bench_decode, peers, sections
@@ -57,17 +56,13 @@ def measure(study: Study, language_model: str, head: str) -> JsonObject:
     """Plan the trees of both drafts, time them beside the target alone and transformers, then the
     other engines. Every part is a file in OUT/speed, and results.json holds all.
     """
-    place = study.out / "speed"
-    chats = study.prompts("chat")
-    drafts = {
-        "": str(study.out / "drafts" / language_model),
-        "head@": str(study.out / "drafts" / head),
-    }
+    asked = study.options
+    drafts = {"": study.draft(language_model), "head@": study.draft(head)}
     options = bench_decode.Options(
-        target=study.options.target,
+        target=asked.target,
         draft=drafts[""],
         head=drafts["head@"],
-        rounds=1 if study.options.tiny else 3,
+        rounds=1 if asked.tiny else 3,
         prompts=2,
         max_new_tokens=study.sizes.new_tokens,
         temperature=list(TEMPERATURES),
@@ -78,55 +73,25 @@ def measure(study: Study, language_model: str, head: str) -> JsonObject:
     for temperature in TEMPERATURES:
         names[temperature] = ["hf-assisted", "prompt_lookup@chain:2", "prompt_lookup@chain:4"]
         for which, draft in drafts.items():
-            file = place / f"{Path(draft).name}-{temperature:g}.plan.json"
-            if not file.exists():
-                config = PlanConfig(
-                    target=study.options.target,
-                    draft=draft,
-                    prompts=chats,
-                    out=str(file),
-                    temperature=temperature,
-                    max_new_tokens=options.max_new_tokens,
-                    **PLANNED,
-                    **BITS,
-                )
-                plan(config)
-            names[temperature] += [
-                f"{which}{tree}" for tree in ("chain:2", "chain:4", f"auto:{file}")
-            ]
+            file = _plan(study, draft, temperature)
+            trees = ("chain:2", "chain:4", f"auto:{file}")
+            names[temperature] += [f"{which}{tree}" for tree in trees]
             planned = read_json(file, "a plan")
-            plans[f"{which}planned tree, T = {temperature:g}"] = {
-                key: planned[key] for key in ("name", "speedup")
-            }
-    bench = bench_decode.load_bench(options)
-    read = read_prompts(chats, load_tokenizer(study.options.target)).prompts
-    bench = replace(
-        bench,
-        prompts=[list(prompt.ids) for prompt in islice(read, options.rounds * options.prompts)],
-    )
-
-    def ours() -> JsonObject:
-        found: JsonObject = {"setting": bench_decode.setting(options, bench), "plans": plans}
-        # Without the paths of the machine.
-        found["setting"]["options"] |= {
-            "target": Path(options.target or "").name,
-            "draft": language_model,
-            "head": head,
-        }
-        for temperature in TEMPERATURES:
-            for at, methods in sections.methods(
-                bench, names[temperature], [temperature], options.rounds
-            ).items():
-                found[at] = {_short(name): way for name, way in methods.items()}
-        return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
-
-    asked = bench_decode.asked(bench, options)
+            shown = {key: planned[key] for key in ("name", "speedup")}
+            plans[f"{which}planned tree, T = {temperature:g}"] = shown
+    read = read_prompts(study.prompts("chat"), load_tokenizer(asked.target)).prompts
+    chats = islice(read, options.rounds * options.prompts)
+    prompts = [list(chat.ids) for chat in chats]
+    bench = replace(bench_decode.load_bench(options), prompts=prompts)
+    of_peers = bench_decode.asked(bench, options)
     if draft_kind(drafts["head@"]) != "eagle3":
-        asked = replace(asked, head=None)
-    makers: dict[str, Callable[[], JsonObject]] = {"ours": ours}
-    makers |= {
-        name: partial(peers.beside, bench, asked, engine) for name, engine in peers.ENGINES.items()
+        of_peers = replace(of_peers, head=None)
+    makers: dict[str, Callable[[], JsonObject]] = {
+        "ours": partial(_ours, bench, options, plans, names)
     }
+    for name, engine in peers.ENGINES.items():
+        makers[name] = partial(peers.beside, bench, of_peers, engine)
+    place = study.out / "speed"
     found: JsonObject = {}
     for name, make in makers.items():
         file = place / f"{name}-{language_model}-{head}.json"
@@ -135,6 +100,45 @@ def measure(study: Study, language_model: str, head: str) -> JsonObject:
             file.unlink()
     write_json_atomic(place / "results.json", found)
     return found
+
+
+def _plan(study: Study, draft: str, temperature: float) -> Path:
+    """The file of the plan of a draft's tree, which is made unless it is there."""
+    name = Path(draft).name
+    file = study.out / "speed" / f"{name}-{temperature:g}.plan.json"
+    if not file.exists():
+        config = PlanConfig(
+            target=study.options.target,
+            draft=draft,
+            prompts=study.prompts("chat"),
+            out=str(file),
+            temperature=temperature,
+            max_new_tokens=study.sizes.new_tokens,
+            **PLANNED,
+            **BITS,
+        )
+        plan(config)
+    return file
+
+
+def _ours(
+    bench: sections.Bench,
+    options: bench_decode.Options,
+    plans: JsonObject,
+    names: Mapping[float, Sequence[str]],
+) -> JsonObject:
+    """This engine and transformers. names: of the methods, by temperature."""
+    setting = bench_decode.setting(options, bench)
+    # Without the paths of the machine.
+    for key in ("target", "draft", "head"):
+        place = Path(setting["options"][key])
+        setting["options"][key] = place.name
+    found: JsonObject = {"setting": setting, "plans": plans}
+    for temperature in TEMPERATURES:
+        by_way = sections.methods(bench, names[temperature], [temperature], options.rounds)
+        for at, methods in by_way.items():
+            found[at] = {_short(name): way for name, way in methods.items()}
+    return found | {"forwards": sections.forwards(bench, sections.FORWARD_CONTEXTS[:1])}
 
 
 def every_draft(
@@ -151,8 +155,11 @@ def every_draft(
     domains: of the prompts. behind_lookup: trees with which each also drafts where prompt lookup
     finds nothing.
     """
-    places = {name: study.out / "drafts" / study.seeded(name) for name in names}
-    known = {name: str(place) for name, place in places.items() if (place / "config.json").exists()}
+    known = {}
+    for name in names:
+        run = study.seeded(name)
+        if study.has_draft(run):
+            known[name] = study.draft(run)
     pair = load_pair(study.options.target, known, **BITS)
     ways: Ways = {("", ""): pair.decoding(draft=[]).decoder}
     for name in known:
@@ -187,66 +194,68 @@ def _timed(
         for way in rotated(list(ways), turn):
             # A short set comes round again.
             begin = max(turn, 0) * CHATS % len(texts)
-            chats = texts[begin : begin + (1 if turn < 0 else CHATS)]
+            count = 1 if turn < 0 else CHATS
+            chats = texts[begin : begin + count]
             tokens = WARM_UP if turn < 0 else new_tokens
             made = [
                 ways[way].generate([ids], Sampling(temperature=temperature), tokens, seed=turn + 1)
                 for ids in chats
             ]
             if turn >= 0:
-                written = sum(len(batch.generations[0].output_ids) for batch in made)
-                speeds[way].append(written / sum(batch.decode_s for batch in made))
-                spent[way] += [batch.generations[0].stats for batch in made]
-    for way, by_round in speeds.items():
+                answers = [batch.generations[0] for batch in made]
+                written = sum(len(answer.output_ids) for answer in answers)
+                decode_s = sum(batch.decode_s for batch in made)
+                speeds[way].append(written / decode_s)
+                spent[way] += [answer.stats for answer in answers]
+    for (draft, tree), by_round in speeds.items():
+        first, *others = spent[draft, tree]
         pairs = zip(by_round, speeds["", ""], strict=True)
+        over_alone = median(speed / alone for speed, alone in pairs)
         yield {
-            "draft": way[0],
-            "tree": way[1],
-            "tau": sum(spent[way][1:], spent[way][0]).tau,
-            "over_alone": median(speed / alone for speed, alone in pairs),
+            "draft": draft,
+            "tree": tree,
+            "tau": sum(others, first).tau,
+            "over_alone": over_alone,
             "tokens_per_s": median(by_round),
         }
 
 
 def speeds_table(found: JsonObject) -> str:
     """Speeds of ours and of the others."""
-    heads = [
-        f"{what}, T = {at:g}"
-        for at in TEMPERATURES
-        for what in ("tokens/s", "over ours alone", "tau")
-    ]
-    return table(["one chat at a time", *heads], _speeds(found))
+    heading = by_temperature(["tokens/s", "over ours alone", "tau"], TEMPERATURES)
+    return table(["one chat at a time", *heading], _speeds(found))
 
 
-def with_intervals(engines: Sequence[Mapping[str, Any]], command: Results) -> str:
+def with_intervals(engines: Sequence[JsonObject], command: Results) -> str:
     """Every speed over the target alone that was kept with its interval. engines: plans of
     `measure`, one per machine. command: an evaluation of drafts that were aligned to maths.
     """
     rows = []
     for found in engines:
         setting = found["ours"]["setting"]
-        options = found["ours"]["setting"]["options"]
+        options = setting["options"]
         for which, planned in found["ours"]["plans"].items():
             draft = options["head"] if which.startswith("head@") else options["draft"]
             at = which.rpartition(" ")[2]
+            speedup = planned["speedup"]
             row = [TIMED[draft], "chat", planned["name"], at, setting["device"]]
-            rows.append([*row, str(planned["speedup"]["n"]), with_interval(planned["speedup"], 2)])
+            rows.append([*row, str(speedup["n"]), with_interval(speedup, 2)])
     cpu = command.document["clock"]["machine"]["cpu"]
     for draft in command.drafts:
         for domain in ("maths", "chat", "code"):
             figure = command.figure("speedup", draft, domain, 1.0, "kary:4", "mcsd")
             if figure is not None:
-                row = [TIMED[draft], domain, "kary:4", "1", cpu, str(figure["n"])]
-                rows.append([*row, with_interval(figure, 2)])
+                row = [TIMED[draft], domain, "kary:4", "1", cpu]
+                rows.append([*row, str(figure["n"]), with_interval(figure, 2)])
     return table(["draft", "set", "tree", "T", "processor", "prompts", "over alone"], rows)
 
 
 def speed_tables(found: JsonObject) -> str:
     """Speeds of ours and of the others; the milliseconds of a step of ours; forwards by rows."""
     text = f"\n{speeds_table(found)}\n"
-    text += "".join(
-        f"\n{which}: {planned['name']}\n" for which, planned in found["ours"]["plans"].items()
-    )
+    ours = found["ours"]
+    for which, planned in ours["plans"].items():
+        text += f"\n{which}: {planned['name']}\n"
     for at in TEMPERATURES:
         alone = _ways(found, at)["ar"]
         text += _best(found, at)
@@ -256,13 +265,14 @@ def speed_tables(found: JsonObject) -> str:
             f"{alone['share_of_memory_limit_after_prefill']:.2f} behind the prompt; "
             f"{alone['weight_MB_per_token']:.1f} MB a token.\n"
         )
-    forwards = {
-        name: each["ours"] for name, each in found["ours"]["forwards"].items() if "ours" in each
-    }
-    counts = max((list(by_rows) for by_rows in forwards.values()), key=len)
+    forwards: dict[str, dict[str, str]] = {}
+    for name, each in ours["forwards"].items():
+        if "ours" in each:
+            forwards[name] = {n: number(timed["ms"], 2) for n, timed in each["ours"].items()}
+    counts = max(forwards.values(), key=len)
     rows = []
-    for name, by_rows in forwards.items():
-        cells = [f"{by_rows[n]['ms']:.2f}" if n in by_rows else "" for n in counts]
+    for name, by_count in forwards.items():
+        cells = [by_count.get(n, "") for n in counts]
         rows.append([name, *cells])
     forward_table = table(["", *counts], rows)
     return text + f"\nMilliseconds of a forward by number of tokens\n\n{forward_table}\n"
@@ -270,11 +280,11 @@ def speed_tables(found: JsonObject) -> str:
 
 def ledger(found: JsonObject, temperature: float) -> str:
     """Milliseconds of a step of ours, by part."""
-    rows = (
-        [_name(found, name), *(number(way["parts_of_a_step"][part], 2) for part in PARTS)]
-        for name, way in _ways(found, temperature).items()
-        if "parts_of_a_step" in way
-    )
+    rows = []
+    for name, way in _ways(found, temperature).items():
+        if parts := way.get("parts_of_a_step"):
+            cells = [number(parts[part], 2) for part in PARTS]
+            rows.append([_name(found, name), *cells])
     return table(["", *PARTS], rows)
 
 
@@ -286,20 +296,19 @@ def _ways(found: JsonObject, temperature: float) -> dict[str, JsonObject]:
 def _speeds(found: JsonObject) -> Iterator[list[str]]:
     cold, hot = (_ways(found, at) for at in TEMPERATURES)
     for name in cold:
-        yield [
-            _name(found, name),
-            *(number(way[name][key], 2) for way in (cold, hot) for key in KEYS),
-        ]
+        cells = [number(way[name][key], 2) for way, key in product((cold, hot), KEYS)]
+        yield [_name(found, name), *cells]
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
-            cells = [
-                [number(way[f"T={at:g}"][key], 2) for key in ("tokens_per_s", "over_ar")]
-                for at in TEMPERATURES
-            ]
-            yield [f"{engine}, {name}", *cells[0], "", *cells[1], ""]
+            row = [f"{engine}, {name}"]
+            for at in TEMPERATURES:
+                timed = way[f"T={at:g}"]
+                row += [number(timed["tokens_per_s"], 2), number(timed["over_ar"], 2), ""]
+            yield row
         for name, way in {"": found[engine], **found[engine]}.items():
             for key in way.keys() & {"failed", "skipped"} if isinstance(way, dict) else ():
-                yield [f"{engine} {name}", f"{key}: {way[key]}", "", "", "", "", ""]
+                reason = f"{key}: {way[key]}"
+                yield [f"{engine} {name}", reason, "", "", "", "", ""]
 
 
 def _name(found: JsonObject, method: str) -> str:
@@ -308,9 +317,8 @@ def _name(found: JsonObject, method: str) -> str:
         return "transformers, " + ("assisted" if method == "hf-assisted" else "alone")
     proposer, _, tree = method.rpartition("@")
     options = found["ours"]["setting"]["options"]
-    draft = {"": options["draft"], "head": options["head"]}.get(
-        proposer, proposer.replace("_", " ")
-    )
+    drafts = {"": options["draft"], "head": options["head"]}
+    draft = drafts.get(proposer, proposer.replace("_", " "))
     return "draftsmith, alone" if method == "ar" else f"draftsmith, {draft}, {tree}"
 
 
@@ -323,17 +331,20 @@ def _served(found: JsonObject, engine: str) -> JsonObject:
 
 def _best(found: JsonObject, temperature: float) -> str:
     """Our best draft, over ours alone and over the best that others do in 16 bits."""
-    ours = {name: way["speed_over_ar"] for name, way in _ways(found, temperature).items()}
+    ways = _ways(found, temperature)
+    ours = {name: way["speed_over_ar"] for name, way in ways.items()}
     others = {name: ours.pop(name) for name in list(ours) if name.startswith("hf")}
     for engine in peers.ENGINES:
         for name, way in _served(found, engine).items():
             if not name.startswith("Q8_0"):
-                others[f"{engine}, {name}"] = way[f"T={temperature:g}"]["over_ar"]
-    best, theirs = (max(speeds, key=lambda name: speeds[name]) for speeds in (ours, others))
+                timed = way[f"T={temperature:g}"]
+                others[f"{engine}, {name}"] = timed["over_ar"]
+    best = max(ours, key=lambda name: ours[name])
+    theirs = max(others, key=lambda name: others[name])
+    over_theirs = number(ours[best] / others[theirs], 2)
     return (
         f"\nT = {temperature:g}: {best} is {number(ours[best], 2)} times ours alone, and "
-        f"{number(ours[best] / others[theirs], 2)} times the best of the others in 16 bits "
-        f"({theirs}).\n"
+        f"{over_theirs} times the best of the others in 16 bits ({theirs}).\n"
     )
 
 

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -121,28 +122,32 @@ class Study:
         """The name of what this training seed makes."""
         return name if self.options.seed == 1 else f"{name}-{self.options.seed}"
 
-    def sets(self, *names: str) -> list[str]:
+    def sets(self, names: Sequence[str]) -> list[str]:
         """The directories of distilled sets, all rounds of each."""
-        return [
-            str(self.out / "data" / _round(name, turn))
-            for turn in range(self.rounds)
-            for name in names
-        ]
+        data = self.out / "data"
+        return [str(data / _round(name, turn)) for turn, name in product(range(self.rounds), names)]
+
+    def draft(self, name: str) -> str:
+        """The directory of a draft."""
+        return str(self.out / "drafts" / name)
+
+    def has_draft(self, name: str) -> bool:
+        """Whether the draft was trained."""
+        return Path(self.draft(name), "config.json").exists()
 
     def prompts(self, name: str) -> str:
         """The file of the prompts of this name."""
         return str(self.out / "prompts" / f"{name}.jsonl")
 
-    def evaluation(
-        self, name: str, drafts: Mapping[str, str], id_set: str, domains: Sequence[str] = DOMAINS
-    ) -> EvalConfig:
+    def evaluation(self, name: str, drafts: Mapping[str, str], id_set: str) -> EvalConfig:
         """Compare drafts; the first is the base. Nothing is decoded: tau is predicted."""
-        texts = {domain: self.prompts(domain) for domain in domains}
+        texts = {domain: f"{domain}={self.prompts(domain)}" for domain in DOMAINS}
+        own = texts.pop(id_set)
         return EvalConfig(
             target=self.options.target,
-            draft=[f"{draft}={place}" for draft, place in drafts.items()],
-            id=[f"{id_set}={texts.pop(id_set)}"],
-            ood=[f"{domain}={file}" for domain, file in texts.items()],
+            draft=[f"{draft}={drafts[draft]}" for draft in drafts],
+            id=[own],
+            ood=[texts[domain] for domain in texts],
             out=str(self.out / name),
             max_prompts=self.sizes.prompts,
             max_new_tokens=self.sizes.new_tokens,
@@ -156,8 +161,10 @@ class Study:
         sets.
         """
         head = {**options.pop("head", {}), "features": str(self.out / "features")}
+        optim = Optim(name="adamw", lr=options.pop("lr", 1e-3), warmup_steps=10)
+        run = self.seeded(name)
         given: JsonObject = {
-            "data": self.sets("chat", "own"),
+            "data": self.sets(["chat", "own"]),
             "objective": "fkl",
             "epochs": self.sizes.epochs,
         }
@@ -166,10 +173,10 @@ class Study:
         given["accumulation"] = self.sizes.step_rows // given["batch_size"]
         return TrainConfig(
             target=self.options.target,
-            out=str(self.out / "drafts" / self.seeded(name)),
+            out=self.draft(run),
             kind=kind,
             max_length=self.sizes.max_length,
-            optim=Optim(name="adamw", lr=options.pop("lr", 1e-3), warmup_steps=10),
+            optim=optim,
             head=HeadOptions(**head),
             **given | options,
         )
@@ -185,11 +192,10 @@ def _round(name: str, turn: int) -> str:
 def data(study: Study) -> None:
     """Write the prompts; take kept sets, or let the target answer."""
     write_prompts(study)
-    configs = [
-        answers(study, name, count, turn)
-        for turn in range(study.rounds)
-        for name, count in study.sizes.answered.items()
-    ]
+    configs = []
+    for turn in range(study.rounds):
+        answered = study.sizes.answered.items()
+        configs += [answers(study, name, count, turn) for name, count in answered]
     take_or_make(study, configs)
 
 
@@ -221,21 +227,20 @@ def write_prompts(study: Study) -> None:
         return
 
     def rows(name: str) -> list[JsonObject]:
-        return [row for _, row in iterate_rows(str(texts / f"{name}.jsonl"))]
+        file = texts / f"{name}.jsonl"
+        return [row for _, row in iterate_rows(str(file))]
 
     chats = rows("alpaca")
     heldout = max(1, len(chats) // 10)
     with atomic_dir(place) as made:
         write_rows(made / "chat.train.jsonl", chats[:-heldout])
         write_rows(made / "chat.jsonl", chats[-heldout:])
-        for name, source in (
-            ("maths.train", "gsm8k_train"),
-            ("maths", "gsm8k_test"),
-            ("code", "humaneval"),
-        ):
-            write_rows(made / f"{name}.jsonl", rows(source))
-        for name in ("c4", "wiki"):
-            write_rows(made / f"{name}.jsonl", shuffled(pieces(texts / f"{name}.jsonl"))[:200])
+        write_rows(made / "maths.train.jsonl", rows("gsm8k_train"))
+        write_rows(made / "maths.jsonl", rows("gsm8k_test"))
+        write_rows(made / "code.jsonl", rows("humaneval"))
+        for file in ("c4.jsonl", "wiki.jsonl"):
+            sampled = shuffled(pieces(texts / file))
+            write_rows(made / file, sampled[:200])
 
 
 def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
@@ -243,17 +248,24 @@ def answers(study: Study, name: str, count: int, turn: int) -> DistillConfig:
     prompts = study.prompts(f"{name}.train")
     if name == "own":
         prompts = f"magpie:{count}" if study.is_chat else f"self:{count}"
+    run = _round(name, turn)
+    return _answering(
+        study, run, prompts, max_prompts=count, batch_size=96, seed=turn, device="cpu"
+    )
+
+
+def _answering(study: Study, name: str, prompts: str, **options: Any) -> DistillConfig:
+    """The target answers prompts, into OUT/data/NAME."""
+    place = study.out / "data" / name
+    maths = name.startswith("maths")
     return DistillConfig(
         target=study.options.target,
         prompts=prompts,
-        max_prompts=count,
-        out=str(study.out / "data" / _round(name, turn)),
-        domain="maths" if name == "maths" else "chat",
+        out=str(place),
+        domain="maths" if maths else "chat",
         max_new_tokens=study.sizes.answer,
         temperature=1.0,
-        batch_size=96,
-        seed=turn,
-        device="cpu",
+        **options,
     )
 
 
@@ -262,29 +274,15 @@ def more_answers(study: Study) -> list[DistillConfig]:
     answer to every question of maths.
     """
     tiny = study.options.tiny
-
-    def more(name: str, prompts: str, domain: str, **options: Any) -> DistillConfig:
-        return DistillConfig(
-            target=study.options.target,
-            prompts=prompts,
-            max_prompts=4 if tiny else None,
-            out=str(study.out / "data" / name),
-            domain=domain,
-            max_new_tokens=study.sizes.answer,
-            temperature=1.0,
-            part_rows=20_000,
-            device=study.options.device,
-            dtype="bfloat16",
-            **options,
-        )
-
+    common = study.machine | {"max_prompts": 4 if tiny else None, "part_rows": 20_000}
     own = f"{'magpie' if study.is_chat else 'self'}:{4 if tiny else 4000}"
     chats = study.prompts("chat.train")
     maths = study.prompts("maths.train")
+    sampled = common | {"num_samples": 16}
     return [
-        more("chat16", chats, "chat", num_samples=16, batch_size=1200, seed=1000),
-        more("own4", own, "chat", batch_size=800, seed=1001),
-        more("maths1", maths, "maths", batch_size=1200, seed=1002),
+        _answering(study, "chat16", chats, batch_size=1200, seed=1000, **sampled),
+        _answering(study, "own4", own, batch_size=800, seed=1001, **common),
+        _answering(study, "maths1", maths, batch_size=1200, seed=1002, **common),
     ]
 
 

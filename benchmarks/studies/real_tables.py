@@ -1,11 +1,10 @@
 """Tables of the study of SmolLM2-135M-Instruct (`real_pair.py`)."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from benchmarks.lib.pages import table
-from benchmarks.lib.seeds import estimate_of_mean, pool_resamples, pool_sums
+from benchmarks.lib.pages import by_temperature, table
 from benchmarks.studies import frontier_tables, real_figures
+from draftsmith.core.io import JsonObject
 from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Row
@@ -28,7 +27,13 @@ NAMES = {
 
 def predicted_tau(results: Results, draft: str, kind: str, temperature: float) -> Row | None:
     """The tau that is predicted of chains of 4."""
-    return results.figure("tau_predicted", draft, kind, temperature, *real_figures.CHAIN)
+    return results.figure("tau_predicted", draft, kind, temperature, **real_figures.CHAIN)
+
+
+def taus(results: Results, draft: str, temperature: float) -> list[str]:
+    """The predicted tau of chains of 4 in distribution and out of it."""
+    rows = [predicted_tau(results, draft, kind, temperature) for kind in ("id", "ood")]
+    return [with_interval(row, 2) for row in rows]
 
 
 # What a piece of the study adds to the name of a draft, and what that says.
@@ -44,14 +49,9 @@ def acceptance(
     rows = []
     names = names or {draft: NAMES.get(draft, draft) for draft in results.drafts}
     for draft, name in names.items():
-        cells = [
-            with_interval(results.alpha(draft, domain, temperature)) for domain in results.domains()
-        ]
-        cells += [
-            with_interval(predicted_tau(results, draft, kind, temperature), 2)
-            for kind in ("id", "ood")
-        ]
-        rows.append([name, *cells])
+        alphas = [results.alpha(draft, domain, temperature) for domain in results.domains()]
+        cells = [with_interval(alpha) for alpha in alphas]
+        rows.append([name, *cells, *taus(results, draft, temperature)])
     own = results.domains("id")[0]
     return table([first, *results.domains(), f"tau {own}", "tau elsewhere"], rows)
 
@@ -61,29 +61,25 @@ def over_seeds(seeds: Sequence[Results], first: str) -> str:
     and by seed; by seed the predicted tau of chains of 4.
     """
     own, *others = seeds[0].domains()
-    drafts = [
-        draft for draft in seeds[0].drafts if all(draft in results.drafts for results in seeds)
-    ]
+    drafts = seeds[0].drafts
+    for results in seeds[1:]:
+        drafts = [draft for draft in drafts if draft in results.drafts]
     rows = [[NAMES[draft]] for draft in drafts]
     for temperature in (0.0, 1.0):
         alphas = [real_figures.sums_of(results, temperature) for results in seeds]
         for row, draft in zip(rows, drafts, strict=True):
+            of_draft = [each[draft] for each in alphas]
             for names in ([own], others):
-                picks = pool_resamples(
-                    [frontier_tables.picks_of(alphas[0][draft][name], name, 2000) for name in names]
-                )
-                sums = [pool_sums([alpha[draft][name] for name in names]) for alpha in alphas]
-                by_seed = ", ".join(number(one.pooled, 3) for one in sums)
-                row.append(f"{with_interval(estimate_of_mean(sums, picks))} ({by_seed})")
-            taus = [predicted_tau(results, draft, "id", temperature) for results in seeds]
-            row.append(", ".join(number(tau["value"] if tau else None, 2) for tau in taus))
-    heading = [
-        f"{what}, T = {at}" for at in (0, 1) for what in (own, "elsewhere", f"tau {own} by seed")
-    ]
+                mean, by_seed = frontier_tables.over_seeds(of_draft, names)
+                row.append(f"{mean} ({by_seed})")
+            found = [predicted_tau(results, draft, "id", temperature) for results in seeds]
+            values = [tau["value"] if tau else None for tau in found]
+            row.append(", ".join(number(value, 2) for value in values))
+    heading = by_temperature([own, "elsewhere", f"tau {own} by seed"], (0, 1))
     return table([first, *heading], rows)
 
 
-def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
+def draft_speeds(rows: Sequence[JsonObject]) -> str:
     """Speed over the target alone and decoded tau, by set, draft, tree and temperature."""
     ways = dict.fromkeys((row["temperature"], row["tree"]) for row in rows if row["draft"])
     lines: dict[tuple[str, str], dict[tuple[float, str], str]] = {}
@@ -92,13 +88,14 @@ def draft_speeds(rows: Sequence[Mapping[str, Any]]) -> str:
         line = lines.setdefault((row.get("domain", "chat"), row["draft"]), {})
         line[row["temperature"], row["tree"]] = cell
     several = len({domain for domain, _ in lines}) > 1
-    head = ["one chat at a time", *(f"{tree}, T = {at:g}" for at, tree in ways)]
-    cells = []
+    heading = [f"{tree}, T = {at:g}" for at, tree in ways]
+    shown = []
     for (domain, draft), line in lines.items():
         if draft:
             name = f"{domain}, {_short(draft)}" if several else _short(draft)
-            cells.append([name, *(line.get(way, "") for way in ways)])
-    return table(head, cells)
+            cells = [line.get(way, "") for way in ways]
+            shown.append([name, *cells])
+    return table(["one chat at a time", *heading], shown)
 
 
 def _short(draft: str) -> str:
@@ -115,13 +112,17 @@ def weightless(found: Sequence[tuple[str, str, float, float | None]]) -> str:
     """Decoded tau by method, set and temperature, of rows (method, set, temperature, tau); no
     intervals.
     """
-    places = list(dict.fromkeys((domain, temperature) for _, domain, temperature, _ in found))
-    taus = {(name, domain, temperature): tau for name, domain, temperature, tau in found}
-    rows = (
-        [name, *(number(taus.get((name, *at)), 2) for at in places)]
-        for name in dict.fromkeys(n for n, *_ in found)
-    )
-    return table(["method, decoded", *(f"{domain}, T = {at:g}" for domain, at in places)], rows)
+    lines: dict[str, dict[str, float | None]] = {}
+    places: dict[str, None] = {}
+    for name, domain, temperature, tau in found:
+        place = f"{domain}, T = {temperature:g}"
+        places[place] = None
+        lines.setdefault(name, {})[place] = tau
+    rows = []
+    for name, line in lines.items():
+        cells = [number(line.get(place), 2) for place in places]
+        rows.append([name, *cells])
+    return table(["method, decoded", *places], rows)
 
 
 def by_depth(results: Results, first: str, temperature: float) -> str:
@@ -130,12 +131,11 @@ def by_depth(results: Results, first: str, temperature: float) -> str:
     """
     rows = []
     for draft in results.drafts:
-        accepted = results.series("accept_predicted", draft, "id", temperature, *real_figures.CHAIN)
+        accepted = results.series(
+            "accept_predicted", draft, "id", temperature, **real_figures.CHAIN
+        )
         cells = [with_interval(row) for row in accepted]
-        cells += [
-            with_interval(predicted_tau(results, draft, kind, temperature), 2)
-            for kind in ("id", "ood")
-        ]
+        cells += taus(results, draft, temperature)
         rows.append([NAMES.get(draft, draft), *cells])
     return table([first, *map(str, range(1, 5)), "tau chat", "tau elsewhere"], rows)
 
@@ -151,8 +151,8 @@ def changes_over_seeds(results: Results, first: str) -> str:
             cells = [
                 with_interval(real_figures.change_on(row, domain), sign=True) for domain in domains
             ]
-            cells.append(frontier_tables.share_of(row))
-            rows.append([f"{NAMES[way]}, T = {temperature:g}", str(row["seeds"]), *cells])
+            title = f"{NAMES[way]}, T = {temperature:g}"
+            rows.append([title, str(row["seeds"]), *cells, frontier_tables.share_of(row)])
     heading = [*results.domains(), "all but maths", "share of plain's gain"]
     return table([first, "seeds", *heading], rows)
 
@@ -163,9 +163,12 @@ def amounts(results: Results, first: str, temperature: float) -> str:
     """
     rows = []
     for draft in sorted(results.drafts):
-        trained: Any = results.document["models"][draft]["training"]
+        trained = results.document["models"][draft]["training"]
+        assert trained is not None
         kind, _, share = draft.partition("-")
-        what = f"1/{1 / float(share):g} of the {kind}" if share else "all"
+        what = "all"
+        if share:
+            what = f"1/{1 / float(share):g} of the {kind}"
         cells = [f"{trained['response_tokens']:,}", str(trained["steps"])]
         for place in ("id", "ood"):
             cells.append(with_interval(results.figure("alpha", draft, place, temperature)))

@@ -53,25 +53,19 @@ def rebuild(recipes: Path, out: Path, device: str) -> Path:
         with atomic_dir(texts) as directory:
             write_corpus(directory)
     if not tokenizer.is_dir():
-        files = [texts / f"{domain}.train.jsonl" for domain in corpus.DOMAINS]
-        rows = [
-            json.loads(line)["text"]
-            for file in files
-            for line in file.read_text(encoding="utf-8").splitlines()
-        ]
+        rows = []
+        for domain in corpus.DOMAINS:
+            text = Path(texts, f"{domain}.train.jsonl").read_text(encoding="utf-8")
+            rows += [json.loads(line)["text"] for line in text.splitlines()]
         with atomic_dir(tokenizer) as directory:
             train_tokenizer(rows, len(rows), model_max_length=512).save_pretrained(directory)
     for member in MEMBERS:
-        words = ["--config", str(recipes / f"{member}.yaml"), "--tokenizer", str(tokenizer)]
-        words += [
-            "--draft_config",
-            str(recipes / f"{member}.config.json"),
-            "--out",
-            str(out / f"{member}-run"),
-        ]
-        words += ["--device", device]
+        words = ["--config", f"{recipes}/{member}.yaml", "--tokenizer", str(tokenizer)]
+        words += ["--draft_config", f"{recipes}/{member}.config.json"]
+        words += ["--out", f"{out}/{member}-run", "--device", device]
         for option, side in (("--data", "train"), ("--heldout", "heldout")):
-            words += [option, *(str(texts / f"{domain}.{side}.jsonl") for domain in corpus.DOMAINS)]
+            files = [f"{texts}/{domain}.{side}.jsonl" for domain in corpus.DOMAINS]
+            words += [option, *files]
         run("train", words)
     for member in MEMBERS:
         ship(out / f"{member}-run", texts, recipes / f"{member}.yaml", out / "pair" / member)
@@ -108,8 +102,9 @@ def train_tokenizer(
     tokenizer.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=VOCABULARY, **options), length=length
     )
+    bos = (BOS, tokenizer.token_to_id(BOS))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", special_tokens=[bos]
     )
     options = {"bos_token": BOS, "eos_token": EOS, "model_max_length": model_max_length}
     return PreTrainedTokenizerFast(
@@ -130,10 +125,8 @@ def ship(run_directory: Path, texts: Path, recipe: Path, destination: Path) -> N
         (directory / "tokenizer.json").write_text(compact, encoding="utf-8")
         config = read_json(run_directory / "config.json", "a model config")
         write_json_atomic(directory / "config.json", config | {"dtype": "float16"})
-        weights = {
-            name: value.half()
-            for name, value in load_file(run_directory / "model.safetensors").items()
-        }
+        trained = load_file(run_directory / "model.safetensors")
+        weights = {name: value.half() for name, value in trained.items()}
         save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         record = read_json(run_directory / "draftsmith.json", "the record of a training run")
         shipped: JsonObject = {
@@ -159,15 +152,18 @@ def perplexity(checkpoint: Path, texts: Path, domain: str) -> float:
     """Perplexity on the held-out side of a domain."""
     model = load_model(str(checkpoint), dtype="float32")
     tokenizer = load_tokenizer(str(checkpoint))
-    examples = load_examples([str(texts / f"{domain}.heldout.jsonl")], tokenizer, BLOCK)
+    examples = load_examples([f"{texts}/{domain}.heldout.jsonl"], tokenizer, BLOCK)
+    rows = len(examples.rows)
     total = 0.0
     count = 0
-    starts = range(0, len(examples.rows), 8)
+    starts = range(0, rows, 8)
     for start in track(starts, f"perplexity on {domain}", len(starts)):
-        batch = collate(examples, range(start, min(start + 8, len(examples.rows)))).to(model.device)
+        some = range(start, min(start + 8, rows))
+        batch = collate(examples, some).to(model.device)
         valid = batch.labels_BT != IGNORE
-        logits_NV = model(input_ids=batch.ids_BT, use_cache=False).logits[valid]
-        total += float(cross_entropy(logits_NV, None, batch.labels_BT[valid]).double().sum())
+        logits_BTV = model(input_ids=batch.ids_BT, use_cache=False).logits
+        losses_N = cross_entropy(logits_BTV[valid], None, batch.labels_BT[valid]).double()
+        total += float(losses_N.sum())
         count += int(valid.sum())
     return round(math.exp(total / count), 3)
 
