@@ -13,6 +13,7 @@ input was good (exit 1), `RequirementError` for results that miss what was requi
 """
 
 import importlib
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.core import __version__
@@ -112,9 +113,7 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take any na
             return importlib.import_module(f"draftsmith.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, attribute = _PUBLIC[name].partition(":")
-        found = importlib.import_module(f"draftsmith.{module}")
-        value = globals()[name] = getattr(found, attribute)
+        value = globals()[name] = resolve_name(f"draftsmith.{_PUBLIC[name]}")
         return value
 
 

@@ -119,13 +119,8 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
         return unread
 
 
-# Options that only some methods of `init` read.
-_READ_BY = {
-    "donor": ("transplant",),
-    "num_layers": ("prune", "transplant"),
-    "keep": ("prune", "transplant"),
-    "intermediate_size": ("prune",),
-}
+# Options that only one method of `init` reads.
+_READ_BY = {"donor": "transplant", "intermediate_size": "prune"}
 
 
 @options
@@ -164,8 +159,8 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Length of the target's answers that alpha is measured on."""
 
     def __post_init__(self) -> None:
-        for key, methods in _READ_BY.items():
-            if getattr(self, key) is not None and self.method not in methods:
+        for key, method in _READ_BY.items():
+            if getattr(self, key) is not None and self.method != method:
                 raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
         if self.method == "transplant" and self.donor is None:
             raise InputError(

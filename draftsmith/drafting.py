@@ -88,8 +88,8 @@ def choose_method(
         if shape is None:
             shape = default_tree(name, heads)
             tree = f"chain:{shape.depth}" if shape.is_chain else "its own"
-        copies = not PROPOSERS[name].draws
-        usual = PROPOSERS[name].usual
+        kind = PROPOSERS[name]
+        copies = not kind.draws
         rule = verifier or default_verifier(shape, draws=not copies, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
@@ -103,8 +103,10 @@ def choose_method(
                 f"tree: {len(kinds)} drafts cannot grow one tree; use one draft, or a tree such "
                 "as kary:4,2,2"
             )
-        if usual is not None and not shape.is_chain:
-            raise InputError(f"tree: {name} drafts chains only; use chain:4, or --proposer {usual}")
+        if kind.usual is not None and not shape.is_chain:
+            raise InputError(
+                f"tree: {name} drafts chains only; use chain:4, or --proposer {kind.usual}"
+            )
         if len(kinds) > 1 and not copies:
             rule.check(shape, "with_replacement", len(kinds))
         else:
@@ -128,11 +130,8 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
             )
     needs = "nothing" if proposer == "none" else PROPOSERS[proposer].needs
     if (needs == "index") != datastore:
-        fix = (
-            "only retrieval reads --datastore; leave it out"
-            if datastore
-            else "add --datastore FILE"
-        )
+        unread = "only retrieval reads --datastore; leave it out"
+        fix = unread if datastore else "add --datastore FILE"
         raise InputError(f"proposer: {proposer}: {fix}")
     if needs not in ("models", "head"):
         if kinds and proposer != "none":
@@ -144,9 +143,6 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer
     in_words = "language models" if wanted == "draft" else f"one head of kind {wanted}"
     if not kinds or set(kinds.values()) != {wanted} or (needs == "head" and len(kinds) > 1):
-        given = [
-            f"{name} ({'language model' if kind == 'draft' else kind})"
-            for name, kind in kinds.items()
-        ]
-        shown = ", ".join(given) or "missing"
-        raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {shown}")
+        words = {"draft": "language model"}
+        given = ", ".join(f"{name} ({words.get(kind, kind)})" for name, kind in kinds.items())
+        raise InputError(f"proposer: {proposer} needs {in_words}; --draft is {given or 'missing'}")

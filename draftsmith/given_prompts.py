@@ -20,14 +20,6 @@ _OF_A_TURN = {"role", "from", "content", "value"}
 
 
 @dataclass(frozen=True)
-class GivenPrompts:
-    """Encoded prompts. one: whether a single prompt was given, not a list."""
-
-    prompts: list[Prompt]
-    one: bool
-
-
-@dataclass(frozen=True)
 class PromptEncoder:
     """How prompts become tokens.
 
@@ -39,21 +31,23 @@ class PromptEncoder:
     chat_template: str | None = None
     tools: list[object] | None = None
 
-    def read(self, prompts: Any) -> GivenPrompts:
-        """Encode one prompt, or each of a list; those of a list are named by their tokens."""
+    def read(self, prompts: Any) -> tuple[list[Prompt], bool]:
+        """Encode one prompt, or each of a list; those of a list are named by their tokens. Return
+        also whether a single prompt was given, not a list.
+        """
         if isinstance(prompts, Mapping):
             row = _row(prompts, "prompts")
             return self._with_tools(row).read(row["prompts"])
         if isinstance(prompts, Integral):
             raise InputError(f"prompts: expected texts, token ids or chats, got {prompts}")
         if is_one(prompts):
-            return GivenPrompts([Prompt("prompt", "default", tuple(self.encode(prompts)))], True)
+            return [Prompt("prompt", "default", tuple(self.encode(prompts)))], True
         repeats = Counter[str]()
         named = []
         for i, prompt in enumerate(prompts):
             ids = self.encode(prompt, f"prompts[{i}]")
             named.append(Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)))
-        return GivenPrompts(named, False)
+        return named, False
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Return the token ids of a prompt. Token ids are returned as they are."""

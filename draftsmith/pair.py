@@ -12,8 +12,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, TypedDict, Unpack, overload
 
-from transformers import PreTrainedModel
-
+from draftsmith.config import DecodeConfig
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
@@ -22,7 +21,7 @@ from draftsmith.core.options import AtLeast1, SamplingOptions, Seed, options
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import generator, row_seed
 from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
-from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.core.tokenization import decode_text
 from draftsmith.decode import (
     PROPOSERS,
     DecodeStats,
@@ -80,13 +79,15 @@ class GenerateOptions(TypedDict, total=False):
 
 
 @options
-class _Numbers(SamplingOptions):
-    """Numbers that `generate` takes, within the bounds of the command."""
+class _Generate(SamplingOptions):
+    """Options of `generate`, within the bounds of the command."""
 
     max_new_tokens: AtLeast1
     num_samples: AtLeast1
     batch_size: AtLeast1
     seed: Seed
+    stop: list[str]
+    ignore_eos: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,15 +151,14 @@ class Decoding:
         """Return hashes of everything that may change outputs. This reads all weights."""
         target = self.decoder.target
         how = None
-        if self.method is not None:
-            shape = dataclasses.asdict(self.method.shape)
-            how = [self.method.name, shape, self.method.verifier.name]
+        if (method := self.method) is not None:
+            how = [method.name, dataclasses.asdict(method.shape), method.verifier.name]
         return [
             how,
             fingerprint(target),
             dtype_name(target),
             [draft_fingerprint(draft) for draft in self.drafts.values()],
-            None if self.index is None else self.index.digest,
+            self.index and self.index.digest,
         ]
 
 
@@ -206,11 +206,11 @@ class Pair:
         fast: bool = True,
         compile: bool | str = False,  # noqa: A002
     ) -> None:
-        self.target_name: str = loaded.target_name
-        self.target: PreTrainedModel = loaded.target
-        self.tokenizer: Tokenizer = loaded.tokenizer
-        self.drafts: dict[str, Draft] = loaded.drafts
-        self.context: int | None = loaded.context
+        self.target_name = loaded.target_name
+        self.target = loaded.target
+        self.tokenizer = loaded.tokenizer
+        self.drafts = loaded.drafts
+        self.context = loaded.context
         self._fast = fast
         self._decoder = partial(SpeculativeDecoder, self.target, fast=fast, compile=compile)
         if fast and not compile:
@@ -289,7 +289,7 @@ class Pair:
         """
         if do_sample is False and temperature:
             raise InputError(f"do_sample: False goes with temperature 0, not {temperature}")
-        numbers = _Numbers(
+        options = _Generate(
             temperature=0.0 if do_sample is False else temperature,
             top_p=top_p,
             top_k=top_k,
@@ -298,30 +298,24 @@ class Pair:
             num_samples=1 if num_samples is None else num_samples,
             batch_size=batch_size,
             seed=seed,
+            stop=[stop] if isinstance(stop, str) else list(stop),
+            ignore_eos=ignore_eos,
         )
-        decoding = self.decoding(
+        decoder = self.decoding(
             draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore
-        )
-        resolved = resolve_sampling(
+        ).decoder
+        sampling = resolve_sampling(
             self.target_name,
             self.target,
-            **sampling_options(numbers),
+            **sampling_options(options),
             default_temperature=1.0 if do_sample else 0.0,
-        )
-        given = PromptEncoder(self.tokenizer, raw, chat_template, tools).read(prompts)
-        batches = self.decode(
-            decoding.decoder,
-            list(product(given.prompts, range(numbers.num_samples))),
-            resolved.sampling,
-            max_new_tokens=numbers.max_new_tokens,
-            seed=numbers.seed,
-            stop=stop,
-            ignore_eos=ignore_eos,
-            batch_size=numbers.batch_size,
-            on_tokens=on_tokens,
-        )
+        ).sampling
+        encoder = PromptEncoder(self.tokenizer, raw, chat_template, tools)
+        encoded, one = encoder.read(prompts)
+        requests = list(product(encoded, range(options.num_samples)))
+        batches = self.decode(decoder, requests, sampling, options, on_tokens)
         outputs = list(chain.from_iterable(batches))
-        return outputs[0] if given.one and num_samples is None else outputs
+        return outputs[0] if one and num_samples is None else outputs
 
     def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Continue one prompt as `generate` does; yield its text piece by piece.
@@ -396,7 +390,14 @@ class Pair:
         drafts = {name: self.drafts[name] for name in names}
         try:
             if proposer is None or isinstance(proposer, str):
-                decoding = self._by_name(drafts, proposer, tree, verifier, datastore)
+                kinds = {name: kind_of(draft) for name, draft in drafts.items()}
+                limits = [depth_limit(draft) for draft in drafts.values()]
+                heads = min(filter(None, limits), default=None)
+                retrieves = datastore is not None
+                named = choose_method(
+                    kinds, proposer, tree, verifier, datastore=retrieves, heads=heads
+                )
+                decoding = self._drafting(named, drafts, datastore)
             else:
                 decoder = self._decoder(proposer, tree, verifier)
                 spec = tree if isinstance(tree, str) else f"{decoder.tree.size} nodes"
@@ -408,20 +409,12 @@ class Pair:
         self._last = key, decoding
         return decoding
 
-    def _by_name(
+    def _drafting(
         self,
+        method: DraftingMethod | None,
         drafts: dict[str, Draft],
-        proposer: str | None,
-        tree: Written | TreeShape | None,
-        verifier: str | Verifier | None,
         datastore: str | SuffixIndex | None,
     ) -> Decoding:
-        kinds = {name: kind_of(draft) for name, draft in drafts.items()}
-        limits = [depth_limit(draft) for draft in drafts.values()]
-        heads = min((limit for limit in limits if limit), default=None)
-        method = choose_method(
-            kinds, proposer, tree, verifier, datastore=datastore is not None, heads=heads
-        )
         if method is None:
             return Decoding(self._decoder())
         if isinstance(datastore, str):
@@ -444,28 +437,22 @@ class Pair:
         decoder: SpeculativeDecoder,
         requests: Sequence[Request],
         sampling: Sampling,
-        *,
-        max_new_tokens: int = 128,
-        seed: int = 0,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
-        batch_size: int = 8,
+        options: DecodeConfig | _Generate,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
         """Decode requests batch by batch; yield the outputs of each batch in order."""
-        texts = [stop] if isinstance(stop, str) else stop
-        for start in range(0, len(requests), batch_size):
-            rows = requests[start : start + batch_size]
-            seeds = [row_seed(seed, f"{prompt.id}/{sample}") for prompt, sample in rows]
+        for start in range(0, len(requests), options.batch_size):
+            rows = requests[start : start + options.batch_size]
+            seeds = [row_seed(options.seed, f"{prompt.id}/{sample}") for prompt, sample in rows]
             try:
                 batch = decoder.generate(
                     [prompt.ids for prompt, _ in rows],
                     sampling,
-                    max_new_tokens,
+                    options.max_new_tokens,
                     generators=[generator(row) for row in seeds],
-                    eos_ids=() if ignore_eos else eos_ids(self.target),
+                    eos_ids=() if options.ignore_eos else eos_ids(self.target),
                     on_tokens=on_tokens,
-                    stop=StopStrings(self.tokenizer, texts) if texts else None,
+                    stop=StopStrings(self.tokenizer, options.stop) if options.stop else None,
                 )
             except ValueError as error:
                 raise InputError(str(error)) from None

@@ -2,7 +2,6 @@
 text.
 """
 
-import json
 import random
 import shutil
 from dataclasses import replace
@@ -15,39 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import quiet
-from draftsmith.core.io import JsonObject, read_json
+from draftsmith.core.io import JsonObject, read_json, read_words, write_rows
 from draftsmith.core.ranks import require_single_process
 from draftsmith.train.config import TrainConfig
 
 _SHIPPED = Path(__file__).parent / "configs" / "models"
-# Parts of published models' names and the model_type that they imply; the first that fits counts.
-_FAMILIES = {
-    "vicuna": "llama",
-    "llama": "llama",
-    "mistral": "mistral",
-    "opt": "opt",
-    "pythia": "gpt_neox",
-    "gemma-2": "gemma2",
-    "gemma-3": "gemma3_text",
-    "phi": "phi",
-    "gpt2": "gpt2",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-}
-_SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 320,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "max_position_embeddings": 128,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 1,
-}
 
 
 def smoke_recipe(recipe: TrainConfig) -> TrainConfig:
@@ -105,9 +76,8 @@ def _write_inputs(config: TrainConfig, inputs: Path) -> None:
     shapes = {role: _shape(source) for role, source in sources.items() if source}
     shutil.rmtree(inputs.parent, ignore_errors=True)
     pieces = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=[])
-    )
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
@@ -118,11 +88,12 @@ def _write_inputs(config: TrainConfig, inputs: Path) -> None:
         saved.save_pretrained(inputs / role)
     draw = random.Random(0)
     texts = ["".join(draw.choices("abcdefgh ", k=draw.randrange(20, 120))) for _ in range(24)]
-    (inputs / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_rows(inputs / "text.jsonl", [{"text": text} for text in texts])
 
 
 def _shape(source: str) -> JsonObject:
     """What a small model keeps of a config.json, a directory, or the name of a published model."""
+    words = read_words(__file__)
     name = Path(source).name.lower()
     places = (Path(source), Path(source) / "config.json")
     shipped = (_SHIPPED / f"{name}.config.json", _SHIPPED / name)
@@ -130,10 +101,11 @@ def _shape(source: str) -> JsonObject:
         if path.is_file():
             shape = read_json(path, "a Hugging Face config.json")
             kept = [key for key in ("model_type", "tie_word_embeddings") if key in shape]
-            return {key: shape[key] for key in kept} | _SIZES
-    family = next((family for part, family in _FAMILIES.items() if part in name), None)
+            return words["sizes"] | {key: shape[key] for key in kept}
+    families: dict[str, str] = words["families"]
+    family = next((family for part, family in families.items() if part in name), None)
     if name.endswith(".json") or family is None:
         raise InputError(
             f"smoke: {source}: no such file, and its name contains no known family of models"
         )
-    return {"model_type": family} | _SIZES
+    return words["sizes"] | {"model_type": family}

@@ -3,20 +3,17 @@
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from inspect import Parameter
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 from draftsmith.core.errors import nearest
+from draftsmith.core.io import read_words
 from draftsmith.core.option_names import nearest_option
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Options = dict[str, Any]
-
-
-def _as_it_is(value: object, given: Options) -> object:
-    return value
 
 
 def _device(value: object, given: Options) -> object:
@@ -48,63 +45,15 @@ def _seen(ids: list[int], mask: list[int]) -> list[int]:
     return [token for token, seen in zip(ids, mask, strict=True) if seen]
 
 
-@dataclass(frozen=True)
-class Taken:
-    """A name whose value is read. ours: our option; None if the value means nothing here."""
-
-    ours: str | None
-    value: Callable[[object, Options], object] = _as_it_is
-
-
-_LEAVE_OUT = "leave it out, it changes nothing here"
-_NOT_HERE = "leave it out: a draft and its target sample from the same plain distribution"
-# What takes a value, or what to write instead.
-NAMES: dict[str, Taken | str] = {
-    # load_pair
-    "device_map": Taken("device", _device),
-    "torch_dtype": Taken("dtype", _dtype),
-    "dtype": Taken("dtype", _dtype),
-    "model": "name the target in load_pair(target)",
-    "assistant_model": "name the draft in load_pair(target, draft=...)",
-    "attn_implementation": _LEAVE_OUT,
-    "cache_dir": "set the environment variable HF_HOME",
-    "load_in_4bit": "use quantize='nf4'",
-    "load_in_8bit": "use quantize='nf4'",
-    "local_files_only": "set the environment variable HF_HUB_OFFLINE=1",
-    "low_cpu_mem_usage": _LEAVE_OUT,
-    "quantization_config": "use quantize='nf4'",
-    "token": "set the environment variable HF_TOKEN",
-    # generate
-    "messages": Taken("prompts"),
-    "input_ids": Taken("prompts", _ids),
-    "inputs": Taken("prompts", _ids),
-    "attention_mask": Taken(None),
-    "num_return_sequences": Taken("num_samples"),
-    "pad_token_id": Taken(None),
-    "stop_strings": Taken("stop"),
-    "use_cache": Taken(None),
-    "eos_token_id": "use stop=TEXT, or ignore_eos=True",
-    "logits_processor": _NOT_HERE,
-    "max_length": "use max_new_tokens, which does not count the prompt",
-    "no_repeat_ngram_size": _NOT_HERE,
-    "num_assistant_tokens": "use tree='chain:N'",
-    "num_beams": _NOT_HERE,
-    "prompt_lookup_num_tokens": "use proposer='prompt_lookup' and tree='chain:N'",
-    "output_scores": "leave it out; Output has the tokens and counts of drafts",
-    "repetition_penalty": _NOT_HERE,
-    "return_dict_in_generate": "leave it out; generate returns an Output",
-    "stopping_criteria": "use stop=TEXT",
-    "streamer": "use on_tokens, or Pair.stream",
-    "token_type_ids": _LEAVE_OUT,
+# What our option gets of theirs, where that is not the value itself.
+_CONVERTED: dict[str, Callable[[object, Options], object]] = {
+    "device_map": _device,
+    "torch_dtype": _dtype,
+    "dtype": _dtype,
+    "input_ids": _ids,
+    "inputs": _ids,
 }
-# Keys of a generation config that describe the model; they are read from the target.
-_OF_THE_MODEL = (
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "transformers_version",
-    "_from_model_config",
-)
+_WORDS = read_words(__file__)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 _BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -116,18 +65,18 @@ def in_our_names(where: str, given: Options, known: Collection[str]) -> Options:
     """
     ours: Options = {}
     for name, value in given.items():
-        rule = NAMES.get(name, Taken(name))
-        if isinstance(rule, str):
-            raise TypeError(f"{where}: no option {name!r}; {rule}")
-        if rule.ours is None:
+        if name in _WORDS["instead"]:
+            raise TypeError(f"{where}: no option {name!r}; {_WORDS['instead'][name]}")
+        our = _WORDS["taken"].get(name, name)
+        if our is None:
             continue
-        if rule.ours not in known:
+        if our not in known:
             near = nearest_option(name, list(known))
             fix = f"did you mean {near}?" if near else nearest(name, known)
             raise TypeError(f"{where}: no option {name!r}; {fix}")
-        if rule.ours in ours:
-            raise TypeError(f"{where}: {rule.ours} is given twice, under two names; keep one")
-        ours[rule.ours] = rule.value(value, given)
+        if our in ours:
+            raise TypeError(f"{where}: {our} is given twice, under two names; keep one")
+        ours[our] = _CONVERTED[name](value, given) if name in _CONVERTED else value
     return ours
 
 
@@ -135,11 +84,13 @@ def _of_config(config: Any) -> Options:
     """Return what a generation config sets, by transformers' names."""
     values: Options = dict(config if isinstance(config, Mapping) else config.to_diff_dict())
     values.setdefault("do_sample", False)
-    # transformers reads those only if it samples.
-    left_out = _OF_THE_MODEL if values["do_sample"] else (*_OF_THE_MODEL, *_SAMPLING)
+    left_out: list[str] = [*_WORDS["of_the_model"]]
+    if not values["do_sample"]:  # then transformers does not read these
+        left_out += _SAMPLING
     # None and False ask for nothing; a model's own config has many of them.
-    silent = [name for name, value in values.items() if value is None or value is False]
-    left_out = (*left_out, *(name for name in silent if name != "do_sample"))
+    for name, value in values.items():
+        if name != "do_sample" and (value is None or value is False):
+            left_out.append(name)
     return {name: value for name, value in values.items() if name not in left_out}
 
 
@@ -152,13 +103,12 @@ def takes_their_names(*inner: Callable[..., object]) -> Callable[[Callable[P, R]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
-        parameters = inspect.signature(function).parameters.values()
-        known = [each.name for each in parameters if each.kind is not Parameter.VAR_KEYWORD]
-        by_place = [each.name for each in parameters if each.kind in _BY_PLACE]
-        for each in inner:
-            parameters = inspect.signature(each).parameters.values()
-            known += [option.name for option in parameters if option.kind is Parameter.KEYWORD_ONLY]
-        known = [option for option in known if option != "self"]
+        taken = [inspect.signature(each).parameters.values() for each in (function, *inner)]
+        by_place = [option.name for option in taken[0] if option.kind in _BY_PLACE]
+        known = [option for option in by_place if option != "self"]
+        for option in chain.from_iterable(taken):
+            if option.kind is Parameter.KEYWORD_ONLY:
+                known.append(option.name)
 
         @functools.wraps(function)
         def call(*args: P.args, **options: P.kwargs) -> R:

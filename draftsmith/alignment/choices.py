@@ -194,10 +194,6 @@ def _eval_every(known: Known) -> int:
     return max(5, steps // 15, min(affordable, steps // 3))
 
 
-def _learning_rate(known: Known) -> float:
-    return usual_rate(known.draft_parameters, taught=set(known.options.objective) != {"ce"})
-
-
 def _max_length(known: Known) -> int:
     whole = known.facts.longest_prompt + known.options.distill.max_new_tokens
     tokens = math.ceil(whole / 32) * 32
@@ -248,10 +244,7 @@ CHOICES = (
         "target of {known.target_size} parameters, {known.place}",
     ),
     Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
-    _sampled("temperature"),
-    _sampled("top_k"),
-    _sampled("top_p"),
-    _sampled("min_p"),
+    *map(_sampled, ("temperature", "top_k", "top_p", "min_p")),
     Choice(
         "train.replay_fraction",
         lambda known: 0.0 if known.options.policy == "id" else _REPLAYED,
@@ -279,7 +272,13 @@ CHOICES = (
         _steps,
         "{known.answers} answers, {known.options.train.rows_per_step} per step",
     ),
-    Choice("train.optim.lr", _learning_rate, "{known.draft_size}"),
+    Choice(
+        "train.optim.lr",
+        lambda known: usual_rate(
+            known.draft_parameters, taught=set(known.options.objective) != {"ce"}
+        ),
+        "{known.draft_size}",
+    ),
     Choice(
         "train.optim.warmup_steps",
         lambda known: min(100, max(1, known.options.train.steps // 20)),

@@ -27,8 +27,8 @@ _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go
 
 
 def _common(config: AlignConfig) -> JsonObject:
-    tokenizer = {"chat_template": config.chat_template, "date": config.date}
-    return {"target": config.target, **tokenizer, **loading(config)}
+    shared = {key: getattr(config, key) for key in ("target", "chat_template", "date")}
+    return shared | loading(config)
 
 
 @dataclass(frozen=True)

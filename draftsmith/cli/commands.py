@@ -4,7 +4,6 @@ A command's function takes its options and the command line as typed, and return
 """
 
 import dataclasses
-import importlib
 import json
 import shlex
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.examples import EXAMPLES
@@ -296,8 +296,8 @@ class Command:
 
     @property
     def options(self) -> type:
-        module, _, name = self.config.partition(":")
-        return getattr(importlib.import_module(f"draftsmith.{module}"), name)
+        found: type = resolve_name(f"draftsmith.{self.config}")
+        return found
 
     @property
     def modes(self) -> dict[str, str]:

@@ -4,7 +4,6 @@ import dataclasses
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain, product
 from pathlib import Path
 from typing import TextIO
@@ -57,27 +56,19 @@ def decode(config: DecodeConfig) -> Outcome:
     prompts = _prompts(config, pair)
     for line in prompts.skipped_lines():
         _say(line)
-    sampling = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    sampling = resolved.sampling
+    drawn = dataclasses.asdict(sampling)
     requests = list(product(prompts.prompts, range(config.num_samples)))
-    draw = partial(
-        pair.decode,
-        decoding.decoder,
-        sampling=sampling.sampling,
-        max_new_tokens=config.max_new_tokens,
-        seed=config.seed,
-        stop=config.stop,
-        ignore_eos=config.ignore_eos,
-        batch_size=config.batch_size,
-    )
+    decoder = decoding.decoder
 
     def batches(first: int = 0) -> Iterator[list[Output]]:
         with progress("decode", len(requests), first) as advance:
-            for batch in draw(requests[first:]):
+            for batch in pair.decode(decoder, requests[first:], sampling, config):
                 yield batch
                 advance(len(batch), "")
 
     streamed = config.prompt is not None and config.out is None and config.num_samples == 1
-    drawn = dataclasses.asdict(sampling.sampling)
     if config.out is not None:
         settings = [
             identity(config) | drawn,
@@ -88,13 +79,19 @@ def decode(config: DecodeConfig) -> Outcome:
         outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
     elif streamed:
         stream = Stream(pair.tokenizer, sys.stdout)
-        (outputs,) = draw(requests, on_tokens=lambda row, ids, drafted: stream.add(ids, drafted))
+        (outputs,) = pair.decode(
+            decoder,
+            requests,
+            sampling,
+            config,
+            lambda row, ids, from_draft: stream.add(ids, from_draft),
+        )
         stream.close()
     else:
         outputs = list(chain.from_iterable(batches()))
     summary = _summary(config, decoding, prompts, outputs)
-    summary |= {"sampling": drawn, "sampling_from_target": sampling.from_target}
-    return Outcome(summary, _in_words(summary, sampling.note, streamed))
+    summary |= {"sampling": drawn, "sampling_from_target": resolved.from_target}
+    return Outcome(summary, _in_words(summary, resolved.note, streamed))
 
 
 def _say(line: str) -> None:

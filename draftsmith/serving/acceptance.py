@@ -46,7 +46,7 @@ from draftsmith.eval.schema import Estimate
 from draftsmith.pair import Pair, load_pair
 from draftsmith.serving.replay import Case, Replay, replay
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.serving.suspects import SUSPECTS, Suspect
+from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Change
 
 # Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
 _ACCEPTED_MARGIN = 0.05
@@ -124,7 +124,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "own_texts": own_texts,
         "other_target": next(iter(other_targets([config.draft], pair.target)), None),
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
-        "remedy": cause and SUSPECTS[cause["suspect"]].remedy,
+        "remedy": cause and REMEDIES[cause["suspect"]],
         "tried": tried,
     }
 
@@ -245,36 +245,31 @@ def _served_by_depth(
 ) -> list[Estimate] | None:
     # llama.cpp lists positions from its first request on.
     accepted_PD = np.zeros((len(answers), tokens))
+    reached_PD = np.zeros((len(answers), tokens))
     for row, answer in enumerate(answers):
-        if answer.accepted_by_depth is None:
+        accepted = answer.accepted_by_depth
+        if accepted is None:
             return None
-        accepted_PD[row, : len(answer.accepted_by_depth)] = answer.accepted_by_depth
-    # What reaches a depth was accepted at the depth before; every call reaches the first.
-    reached_PD = np.roll(accepted_PD, 1, axis=1)
-    reached_PD[:, 0] = [answer.calls for answer in answers]
-    for row, answer in enumerate(answers):
-        if answer.reached_by_depth is not None:
-            reached_PD[row, : len(answer.reached_by_depth)] = answer.reached_by_depth
+        accepted_PD[row, : len(accepted)] = accepted
+        # What reaches a depth was accepted at the depth before; every call reaches the first.
+        reached = answer.reached_by_depth or [answer.calls, *accepted][:tokens]
+        reached_PD[row, : len(reached)] = reached
     return _by_depth(accepted_PD, reached_PD, picks)
 
 
-def _to_try(own_texts: bool, less: bool) -> dict[str, Suspect]:
+def _to_try(own_texts: bool, less: bool) -> dict[str, Change]:
     """Return the suspects that can explain what was found.
 
     Texts that are not the target's own can have any cause. The target's own texts rule out causes
     that change them, and acceptance as predicted needs no cause.
     """
-    if own_texts and not less:
-        return {}
-    return {
-        name: each
-        for name, each in SUSPECTS.items()
-        if not (own_texts and each.changes_target_text)
-    }
+    if not own_texts:
+        return OF_THE_DRAFT | OF_THE_TARGET
+    return OF_THE_DRAFT if less else {}
 
 
 def _try(
-    suspects: Mapping[str, Suspect],
+    suspects: Mapping[str, Change],
     case: Case,
     tokens: int,
     counted: PromptSums,
@@ -287,8 +282,8 @@ def _try(
     """
     tried = []
     calls_P = counted.denominator_P
-    for name, suspect in suspects.items():
-        for detail, changed in _by_rule(suspect.change(case)):
+    for name, change in suspects.items():
+        for detail, changed in _by_rule(change(case)):
             found = replay(changed, tokens)
             likelihood = estimate(found.likelihood, picks)
             away = difference(counted, found.tokens, picks)

@@ -15,6 +15,7 @@ import json
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -107,52 +108,33 @@ class RunningServer:
         """Answer one prompt. If not `states_sampling`, leave the sampling to the server."""
         if self.engine == "sglang":
             return self._sglang(list(prompt.ids), completion, states_sampling)
-        if self.engine == "vllm":
-            return self._vllm(prompt, completion, states_sampling)
-        return self._llamacpp(prompt, completion, states_sampling)
-
-    def _vllm(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
-        dialect = Dialect("openai")
+        vllm = self.engine == "vllm"
+        dialect = Dialect("openai" if vllm else "llama.cpp")
+        path = "v1/completions" if vllm else "completion"
         read = list(prompt.ids)
-        body = _body(dialect, completion, prompt.row, read, states_sampling)
-        path = "v1/completions"
-        if prompt.chat:
-            del body["prompt"]
-            body |= _chat(prompt)
+        chat: JsonObject = {}
+        if prompt.chat and vllm:
             path = "v1/chat/completions"
-        before = self._counters()
-        reply = self._json(path, body)
-        read = list(reply.get("prompt_token_ids") or read)
-        ids = self._ids(dialect, completion, read, reply)
-        steps = (reply.get("metrics") or {}).get("speculative_decoding")
-        return self._counted(read, ids, before) if steps is None else count_steps(read, ids, steps)
-
-    def _llamacpp(
-        self, prompt: Prompt, completion: Completion, states_sampling: bool
-    ) -> ServedAnswer:
-        dialect = Dialect("llama.cpp")
-        read = list(prompt.ids)
-        if prompt.chat:
+            chat = _chat(prompt)
+        elif prompt.chat:
             text = self._json("apply-template", _chat(prompt))["prompt"]
             tokenize = {"content": text, "add_special": True, "parse_special": True}
             read = list(self._json("tokenize", tokenize)["tokens"])
-        body = _body(dialect, completion, prompt.row, read, states_sampling)
+        request = AnswerRequest(Key(prompt.row, 0, 0), tuple(read), seed=prompt.row)
+        body = dialect.body(completion, request)
+        if chat:
+            del body["prompt"]
+        if not states_sampling:
+            body = {key: value for key, value in body.items() if key not in _SAMPLING}
         before = self._counters()
-        reply = self._json("completion", body)
-        timings = reply["timings"]
-        counts = self._counters()
-        counts.subtract(before)
-        said = reply["generation_settings"]
-        keys = ("temperature", "top_k", "top_p", "min_p")
-        sampling = Sampling(**{key: round(said[key], 6) for key in keys})
-        return ServedAnswer(
-            prompt_ids=read,
-            output_ids=self._ids(dialect, completion, read, reply),
-            calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
-            drafted=timings.get("draft_n", 0),
-            accepted_by_depth=_by_depth(counts) or None,
-            sampling=sampling,
-        )
+        reply = self._json(path, body | chat)
+        if vllm:
+            read = list(reply.get("prompt_token_ids") or read)
+        ids = self._ids(dialect, completion, read, reply)
+        if not vllm:
+            return _timed(reply, read, ids, self._counters(before))
+        steps = (reply.get("metrics") or {}).get("speculative_decoding")
+        return self._counted(read, ids, before) if steps is None else count_steps(read, ids, steps)
 
     def _ids(
         self, dialect: Dialect, completion: Completion, read: list[int], reply: JsonObject
@@ -193,8 +175,7 @@ class RunningServer:
         """Wait until the counters hold this answer. vLLM counts after it has answered."""
         end = time.monotonic() + _COUNT_TIMEOUT_S
         while True:
-            counts = self._counters()
-            counts.subtract(before)
+            counts = self._counters(before)
             emitted = counts["drafts"] + counts["accepted_tokens"]
             by_depth = _by_depth(counts)
             if emitted >= len(ids) - 1 or time.monotonic() > end or not by_depth:
@@ -207,9 +188,12 @@ class RunningServer:
             )
         return ServedAnswer(prompt_ids, ids, counts["drafts"], counts["draft_tokens"], by_depth)
 
-    def _counters(self) -> Counter[str]:
-        """Return the server's counters of drafts, summed over its engines; empty without."""
+    def _counters(self, before: Mapping[str, int] | None = None) -> Counter[str]:
+        """Return what the server's counters of drafts, summed over its engines, gained since
+        `before`; empty without counters.
+        """
         counts: Counter[str] = Counter()
+        counts.subtract(before or {})
         text = self._fetch("metrics").text
         for name, labels, value in _COUNTER.findall(text):
             place = re.search(r'position="(\d+)"', labels)
@@ -263,23 +247,26 @@ def _chat(prompt: Prompt) -> JsonObject:
     return chat
 
 
-def _body(
-    dialect: Dialect,
-    completion: Completion,
-    row: int,
-    prompt_ids: list[int],
-    states_sampling: bool,
-) -> JsonObject:
-    request = AnswerRequest(Key(row, 0, 0), tuple(prompt_ids), seed=row)
-    body = dialect.body(completion, request)
-    if states_sampling:
-        return body
-    return {key: value for key, value in body.items() if key not in _SAMPLING}
+def _timed(
+    reply: JsonObject, prompt_ids: list[int], ids: list[int], counts: Counter[str]
+) -> ServedAnswer:
+    """Count one request of llama.cpp."""
+    timings = reply["timings"]
+    settings = reply["generation_settings"]
+    keys = ("temperature", "top_k", "top_p", "min_p")
+    return ServedAnswer(
+        prompt_ids=prompt_ids,
+        output_ids=ids,
+        calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
+        drafted=timings.get("draft_n", 0),
+        accepted_by_depth=_by_depth(counts) or None,
+        sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
+    )
 
 
 def _by_depth(counts: Counter[str]) -> list[int]:
-    places = sum(name.startswith("accepted_tokens_per_pos ") for name in counts)
-    return [counts[f"accepted_tokens_per_pos {place}"] for place in range(places)]
+    depths = sum(name.startswith("accepted_tokens_per_pos ") for name in counts)
+    return [counts[f"accepted_tokens_per_pos {depth}"] for depth in range(depths)]
 
 
 def count_steps(prompt_ids: list[int], ids: list[int], metrics: JsonObject) -> ServedAnswer:

@@ -2,20 +2,22 @@
 from.
 
 A change yields (detail, changed case), or nothing if it does not apply. It copies a model before it
-changes it. To add a suspect, write a function and enter it in `SUSPECTS`.
+changes it. To add a suspect, write a function, enter it in `OF_THE_DRAFT` or `OF_THE_TARGET`, and
+its remedy in suspects.yaml.
 
 Legend: B rows, T tokens, H hidden size, P keys, D draft vocabulary.
 """
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.core.io import read_words
 from draftsmith.core.models import text_config
 from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -25,15 +27,6 @@ from draftsmith.serving.replay import Case, Penalty, log_likelihoods
 # Kinds of penalties, and the steps in which they are tried: twenty each, then finer.
 _PENALTY_STEPS = {"repetition": 0.05, "presence": 0.1, "frequency": 0.1}
 Change = Callable[[Case], Iterator[tuple[str, Case]]]
-
-
-@dataclass(frozen=True)
-class Suspect:
-    """A possible cause and its remedy."""
-
-    change: Change
-    remedy: str
-    changes_target_text: bool = False
 
 
 def _layers(case: Case) -> Iterator[tuple[str, Case]]:
@@ -244,45 +237,21 @@ def _round_to_four_bits(weight: Tensor) -> None:
     blocks.copy_(levels * scale)
 
 
-_EXPORT = "write the draft again with `draftsmith export` for this engine"
 # If two fit equally well, the earlier one is named.
-SUSPECTS: dict[str, Suspect] = {
-    "greedy draft": Suspect(
-        _greedy_draft, 'let the draft sample: "draft_sample_method": "probabilistic" in vLLM'
-    ),
-    "auxiliary layers": Suspect(_layers, f"check eagle_aux_hidden_state_layer_ids, or {_EXPORT}"),
-    "norm_before_residual": Suspect(
-        _residual, f"write this key into the draft's config.json, or {_EXPORT}"
-    ),
-    "vocabulary map": Suspect(_vocabulary, f"check d2t, or {_EXPORT}"),
-    "rope of the draft": Suspect(
-        _rope_of("draft"), "give the draft's rope_theta and rope_scaling as here"
-    ),
-    "prefix cache": Suspect(_no_prompt, "start the server without prefix caching, or update it"),
-    "rope of the target": Suspect(
-        _rope_of("target"),
-        "give the target's rope_theta and rope_scaling as here",
-        changes_target_text=True,
-    ),
-    "chat template": Suspect(
-        _template,
-        "serve with the target's own chat template, or train with the server's",
-        changes_target_text=True,
-    ),
-    "sampling": Suspect(
-        _sampling,
-        "give the temperature with each request, or mend the server's defaults",
-        changes_target_text=True,
-    ),
-    "penalty": Suspect(
-        _penalty,
-        "ask for a repetition_penalty of 1 and no other with each request, or mend the server's "
-        "defaults: a draft does not see it",
-        changes_target_text=True,
-    ),
-    "rounding of the target": Suspect(
-        _rounded,
-        "serve the target in the type that the draft was trained for",
-        changes_target_text=True,
-    ),
+OF_THE_DRAFT: dict[str, Change] = {
+    "greedy draft": _greedy_draft,
+    "auxiliary layers": _layers,
+    "norm_before_residual": _residual,
+    "vocabulary map": _vocabulary,
+    "rope of the draft": _rope_of("draft"),
+    "prefix cache": _no_prompt,
 }
+# These change what the target writes.
+OF_THE_TARGET: dict[str, Change] = {
+    "rope of the target": _rope_of("target"),
+    "chat template": _template,
+    "sampling": _sampling,
+    "penalty": _penalty,
+    "rounding of the target": _rounded,
+}
+REMEDIES = read_words(__file__)
