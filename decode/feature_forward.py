@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from draftsmith.decode.head_forward import has_own_forward, packed_projection, worth_packing
 from draftsmith.decode.kernel_forward import LayerMaker
 from draftsmith.decode.packed_weights import FusedLinear, Packs
-from draftsmith.drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.medusa import FirstBlock, HydraHeads, MedusaHeads, ResBlock
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ def _part(heads: MedusaHeads | HydraHeads, number: int, maker: LayerMaker) -> _P
             output.bias_O = heads.extra_bias_V.float()
     blocks: list[_Block] = []
     for index, block in enumerate(heads.blocks(number)):
-        skips = isinstance(block, FirstBlock)
-        linears = (block.skip, block.linear) if skips else (block.linear,)
-        blocks.append(_Block(maker.fused(f"{number}.{index}", *linears), skips))
+        name = f"{number}.{index}"
+        if isinstance(block, FirstBlock):
+            blocks.append(_Block(maker.fused(name, block.skip, block.linear), skips=True))
+        elif isinstance(block, ResBlock):
+            blocks.append(_Block(maker.fused(name, block.linear), skips=False))
     return _Part(blocks, output)

@@ -53,13 +53,11 @@ def decoded_block(head: Any, ids_BT: Tensor, states: list[Tensor], anchor: int) 
         if part.stop > part.start:
             head.remember(context_BTH[:, part], positions_BT[:, part], cache)
     positions_BS = anchor + torch.arange(S).expand(rows, -1)
-    mask = None
-    if head.config.window is not None:
-        context = positions_BS[:, :, None] - positions_BT[:, None, :] < head.config.window
-        own = torch.ones(S, S, dtype=torch.bool)
-        mask = torch.cat(
-            [context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1
-        )[:, None]
+    context = positions_BS[:, :, None] - positions_BT[:, None, :] < (head.config.window or 99)
+    own = torch.ones(S, S, dtype=torch.bool)
+    mask = torch.cat(
+        [context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1
+    )[:, None]
     states_BDH: Tensor = head.slots(
         head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache)
     )
@@ -106,7 +104,9 @@ def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state(
             head.remember(
                 head.fuse([state[:, :6] for state in states]), torch.arange(6)[None], cache
             )
-            changed = head.slots(head.states(ids_BS, None, 6 + torch.arange(S)[None], cache))
+            seen = torch.ones(S, 6 + S, dtype=torch.bool)
+            mask = (seen.tril(6) if head.config.causal else seen)[None, None]
+            changed = head.slots(head.states(ids_BS, mask, 6 + torch.arange(S)[None], cache))
         same = torch.allclose(changed[:, :-1], before[:, :-1], atol=1e-5)
         assert same == head.config.causal
 

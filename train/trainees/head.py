@@ -14,11 +14,11 @@ Legend: B rows, T tokens, W = T - 1 pairs of a row, N pairs that count, H hidden
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
@@ -172,10 +172,10 @@ class HeadTrainee(Trainee):
         """
         borrowed = self.draft.borrowed
         projection = borrowed.projection
-        outputs: list[Any] = self.draft.outputs()
+        outputs = self.draft.outputs()
         if not outputs:
             return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
-        linear = outputs[depth]
+        linear = cast(nn.Linear, outputs[depth])
         bias_V = self.draft.extra_bias_V if isinstance(self.draft, MedusaHeads) else linear.bias
         return Output(linear.weight, bias_V, replace(projection, module=linear, before=None))
 

@@ -298,22 +298,14 @@ class BlockHead(DraftVocabulary):
             past_key_values.update(keys, values, index)
 
     def states(
-        self, ids_BN: Tensor, mask: Tensor | None, positions_BN: Tensor, past_key_values: Any
+        self, ids_BN: Tensor, mask: Tensor, positions_BN: Tensor, past_key_values: Any
     ) -> Tensor:
         """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks'
         keys and values too.
 
-        mask: additive or boolean, `[B or 1, 1, N, P + N]`; None for a single block per row that
-        sees all P.
+        mask: additive or boolean, `[B or 1, 1, N, P + N]`.
         """
         states_BNH = self.borrowed.embed(ids_BN, dtype_of(self.fc))
-        if mask is None:
-            count = ids_BN.shape[1]
-            past = int(past_key_values.get_seq_length())
-            mask = torch.ones(count, past + count, dtype=torch.bool, device=ids_BN.device)
-            if self.config.causal:
-                mask = mask.tril(past)
-            mask = mask[None, None]
         rotation = self.rotary(states_BNH, positions_BN)
         for layer in self.layers:
             states_BNH = layer(

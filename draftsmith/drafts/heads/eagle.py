@@ -103,21 +103,24 @@ class LayerConfig:
         # A model without attention has no heads (Mamba).
         heads = present.get("num_attention_heads", hidden // math.gcd(hidden, 64))
         bias = present.get("attention_bias", False)
+        usual = {
+            "intermediate_size": 4 * hidden,
+            "num_key_value_heads": heads,
+            "head_dim": hidden // heads,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "qkv_bias": bias,
+            "qk_norm": False,
+        }
         return cls(
             hidden_size=hidden,
-            intermediate_size=present.get("intermediate_size", 4 * hidden),
             num_attention_heads=heads,
-            num_key_value_heads=present.get("num_key_value_heads", heads),
-            head_dim=present.get("head_dim", hidden // heads),
-            max_position_embeddings=present.get("max_position_embeddings", 2048),
-            rms_norm_eps=present.get("rms_norm_eps", 1e-6),
             rope_parameters=_rope_parameters(present),
             vocab_size=values["vocab_size"],
             num_hidden_layers=layers,
-            hidden_act=present.get("hidden_act", "silu"),
-            qkv_bias=present.get("qkv_bias", bias),
             o_bias=bias,
-            qk_norm=present.get("qk_norm", False),
+            **{key: present.get(key, value) for key, value in usual.items()},
             **more,
         )
 

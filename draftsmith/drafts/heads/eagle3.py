@@ -220,7 +220,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             joined = self.input_norm(joined)
         return self.fc(joined)
 
-    def opening(self, *inputs: Tensor) -> Sequence[Tensor]:
+    def opening(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The layer reads both."""
         return inputs
 

@@ -69,7 +69,7 @@ class FeatureHead(nn.Module):
         cached ones need it. positions: `[B or 1, T]`; default: those after the P cached tokens.
         """
         inputs = self.inputs(input_ids_BT, features_BTH, dtype_of(self.fc))
-        opening = self.opening(*inputs)
+        opening = self.opening(inputs)
         if positions is None:
             past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
             queries_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
@@ -93,9 +93,9 @@ class FeatureHead(nn.Module):
         """What is joined of tokens and features, `[B, T, H]` each."""
         return self.embedded(input_ids_BT, dtype), features_BTH.to(dtype)
 
-    def opening(self, *inputs: Tensor) -> Sequence[Tensor]:
+    def opening(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the layer reads of `inputs`."""
-        return [self.fc(torch.cat(inputs, dim=-1))]
+        return [self.fc(torch.cat(list(inputs), dim=-1))]
 
     @property
     def layer(self) -> nn.Module:

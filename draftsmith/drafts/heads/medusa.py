@@ -15,7 +15,7 @@ Fresh heads give the target's own logits at t: blocks begin as the identity.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,8 @@ class ParallelHeads(ReadsLastState, nn.Module):
         """
         values = {f"{cls.kind}_num_heads": num_heads, f"{cls.kind}_num_layers": num_layers}
         heads = cls(HeadsConfig.from_json(values, target), target)
-        outputs: list[Any] = heads.outputs()
-        for linear in outputs:
-            start_as(linear.weight, heads.borrowed)
+        for linear in heads.outputs():
+            start_as(cast(Tensor, linear.weight), heads.borrowed)
         return heads.to(device=target.device, dtype=target.dtype)
 
     def blocks(self, number: int) -> nn.Sequential:
@@ -155,11 +154,10 @@ class MedusaHeads(ParallelHeads, nn.ModuleList):
         self.borrowed = borrow(target)
 
     def blocks(self, number: int) -> nn.Sequential:
-        head: Any = self[number]
-        blocks: nn.Sequential = head[:-1]
-        return blocks
+        head = cast(nn.Sequential, self[number])
+        return cast(nn.Sequential, head[:-1])
 
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[nn.Module]:
         """The output projections of all heads."""
         return [list(head.children())[-1] for head in self]
 
@@ -215,11 +213,9 @@ class HydraHeads(ParallelHeads):
             )
 
     def blocks(self, number: int) -> nn.Sequential:
-        blocks: Any = self.heads[number]
-        assert isinstance(blocks, nn.Sequential)
-        return blocks
+        return cast(nn.Sequential, self.heads[number])
 
-    def outputs(self) -> list[Any]:
+    def outputs(self) -> list[nn.Module]:
         """The output projections of all heads; none if all use the target's."""
         return list(self.projections) if self.config.own_projection else []
 
