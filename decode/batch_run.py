@@ -288,7 +288,7 @@ class BatchRun:
         """
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
-        walks = follow(proposal, best.places[..., 0].tolist())
+        walks = follow(proposal, best.indices[..., 0].tolist())
         # The largest logit of a node shows any NaN or plus infinity.
         largest_BM = best.values[..., 0].tolist()
         target_B = [all(map(math.isfinite, largest_M)) for largest_M in largest_BM]

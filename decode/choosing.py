@@ -34,7 +34,7 @@ def largest(values: Tensor, count: int) -> Largest:
         width,
         count,
         found.values.data_ptr(),
-        found.places.data_ptr(),
+        found.indices.data_ptr(),
     )
     return found
 

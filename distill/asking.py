@@ -2,12 +2,12 @@
 resumes.
 """
 
-import base64
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.core.io import JsonObject
+from pydantic import TypeAdapter
+
 from draftsmith.core.prompts import content_id
 from draftsmith.core.runs import Journal
 from draftsmith.distill.engines import (
@@ -37,19 +37,9 @@ class KeptAnswer:
     prompt: str
     answer: Answer
 
-    @classmethod
-    def from_json(cls, kept: JsonObject) -> "KeptAnswer":
-        values = kept["answer"]
-        values["response_ids"] = tuple(values["response_ids"])
-        if values["teacher"] is not None:
-            values["teacher"] = base64.b64decode(values["teacher"])
-        return cls(Key(*kept["key"]), kept["prompt"], Answer(**values))
 
-    def to_json(self) -> JsonObject:
-        values = asdict(self.answer)
-        if self.answer.teacher is not None:
-            values["teacher"] = base64.b64encode(self.answer.teacher).decode()
-        return {"key": self.key, "prompt": self.prompt, "answer": values}
+# A row of a journal.
+_KEPT = TypeAdapter(list[KeptAnswer])
 
 
 @dataclass
@@ -59,6 +49,9 @@ class _OpenPart:
     journal: Journal
     kept: dict[Key, KeptAnswer]
     open: int
+
+    def keep(self, answers: list[KeptAnswer]) -> None:
+        self.journal.append(_KEPT.dump_python(answers, mode="json"))
 
 
 @dataclass
@@ -94,7 +87,12 @@ class Asking:
     def _groups(self, parts: Iterator[PartRequests]) -> Iterator[Sequence[AnswerRequest]]:
         """Yield groups of requests without a kept answer."""
         for part in parts:
-            self._open(part)
+            journal = Journal(self._out / f".part-{part.index:05d}.answers.jsonl")
+            kept: dict[Key, KeptAnswer] = {}
+            for row in journal.rows:
+                kept |= {answer.key: answer for answer in _KEPT.validate_python(row)}
+            opened = _OpenPart(journal, kept, len(part.requests))
+            self._parts |= {request.conversation: opened for request in part.requests}
             for requests in self._waves_of(part):
                 left = [self._unanswered(request) for request in requests]
                 group = [request for request in left if request is not None]
@@ -117,16 +115,6 @@ class Asking:
             start += size
             size = min(2 * size, largest)
 
-    def _open(self, part: PartRequests) -> None:
-        journal = Journal(self._out / f".part-{part.index:05d}.answers.jsonl")
-        kept: dict[Key, KeptAnswer] = {}
-        for row in journal.rows:
-            for values in row:
-                answer = KeptAnswer.from_json(values)
-                kept[answer.key] = answer
-        opened = _OpenPart(journal, kept, len(part.requests))
-        self._parts |= {request.conversation: opened for request in part.requests}
-
     def _answered(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Keep a new answer and pass it on; return the request to ask next."""
         if isinstance(answer, Answer):
@@ -135,7 +123,7 @@ class Asking:
             if wave is not None:
                 wave.answers.append(kept)
             else:
-                self._parts[request.conversation].journal.append([kept.to_json()])
+                self._parts[request.conversation].keep([kept])
         following = self._pass_on(request, answer)
         return None if following is None else self._unanswered(following)
 
@@ -163,7 +151,7 @@ class Asking:
         if wave is not None:
             wave.open -= 1
             if not wave.open and wave.answers:
-                part.journal.append([answer.to_json() for answer in wave.answers])
+                part.keep(wave.answers)
         part.open -= 1
         if not part.open:
             part.journal.remove()

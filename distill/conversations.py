@@ -6,10 +6,10 @@ target's tokens.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
-from draftsmith.core.chats import THINKING, chat_text, encode_messages
-from draftsmith.core.errors import InputError
-from draftsmith.core.prompts import Chat, asked
+from draftsmith.core.chats import THINKING, Chat, chat_text, encode_messages
+from draftsmith.core.errors import InputError, at
 from draftsmith.core.tokenization import Tokenizer, decode_text
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ def answered_turns(chat: Chat) -> list[int]:
     """
     messages = chat.messages
     if chat.asks_once:
-        return [len(asked(messages, "", chat.arguments))]
+        return [len(chat.question().messages)]
     roles = [message["role"] for message in messages]
     first_user = roles.index("user") if "user" in roles else 0
     positions = []
@@ -38,9 +38,7 @@ def answered_turns(chat: Chat) -> list[int]:
     return positions if roles[-1] == "assistant" else [*positions, len(messages)]
 
 
-def turn_prompt(
-    chat: Chat, answers: Sequence[str], tokenizer: Tokenizer, where: str
-) -> list[int] | None:
+def turn_prompt(chat: Chat, answers: Sequence[str], tokenizer: Tokenizer) -> list[int] | None:
     """Return the prompt of the turn after these answers; None after the last. Raise InputError if
     the template does.
     """
@@ -50,7 +48,7 @@ def turn_prompt(
     history = list(chat.messages[: positions[len(answers)]])
     for position, answer in zip(positions, answers, strict=False):
         history[position] = {"role": "assistant", "content": answer}
-    return encode_messages(tokenizer, history, where, chat.tools, chat.arguments)
+    return encode_messages(tokenizer, replace(chat, messages=history))
 
 
 def switch_thinking_off(tokenizer: Tokenizer) -> None:
@@ -58,15 +56,16 @@ def switch_thinking_off(tokenizer: Tokenizer) -> None:
     thought by itself.
     """
     option = "--thinking drop"
-    question = [{"role": "user", "content": "?"}]
+    question = Chat([{"role": "user", "content": "?"}])
     if not isinstance(tokenizer.chat_template, str):
         raise InputError(
             f"{option}: the tokenizer has no single chat template; name one with --chat_template "
             "FILE"
         )
-    before = chat_text(tokenizer, question, option)
-    tokenizer.chat_template = _OFF + tokenizer.chat_template
-    after = chat_text(tokenizer, question, option)
+    with at(option):
+        before = chat_text(tokenizer, question)
+        tokenizer.chat_template = _OFF + tokenizer.chat_template
+        after = chat_text(tokenizer, question)
     begin, end = THINKING
     if after.rfind(begin) > after.rfind(end):
         raise InputError(

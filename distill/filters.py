@@ -9,7 +9,7 @@ from draftsmith.core.chats import THINKING
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.prompt_rows import iterate_rows, parse_named
-from draftsmith.core.row_formats import KEYS
+from draftsmith.core.row_formats import given_keys
 from draftsmith.core.token_rows import ID_KEYS
 from draftsmith.core.tokenization import Tokenizer, decode_text
 from draftsmith.distill.config import DistillConfig
@@ -56,7 +56,7 @@ class Suites:
         self._names: dict[int, str] = {}
         for name, source in parse_named("--decontaminate", named).items():
             counts: Counter[int] = Counter()
-            for _, row in iterate_rows(source):
+            for row in iterate_rows(source):
                 counts.update(set(runs_of_words(row)))
             self._names |= {run: name for run, count in counts.items() if count <= _FORM}
 
@@ -75,18 +75,18 @@ def runs_of_words(row: JsonObject) -> Iterator[int]:
 
     Hashes are of the text before any chat template, whose words all prompts would share.
     """
-    present = [key for key in KEYS if row.get(key) is not None]
+    key = next(iter(given_keys(row)), "")
     texts: list[str] = []
-    if present[:1] == ["messages"]:
+    if key == "messages":
         for turn in row["messages"]:
             if isinstance(turn, dict) and turn.get("role") == "user":
                 texts.append(str(turn.get("content")))
-    elif present[:1] and present[0] in ID_KEYS:
+    elif key in ID_KEYS:
         raise InputError(
-            f"--decontaminate: compares texts, and a row has ids in {present[0]!r}; leave it out"
+            f"--decontaminate: compares texts, and a row has ids in {key!r}; leave it out"
         )
-    elif present:
-        texts.append(str(row[present[0]]))
+    elif key:
+        texts.append(str(row[key]))
     for text in texts:
         words = _WORD.findall(text.lower())
         starts = range(max(1, len(words) - WORDS + 1)) if words else ()

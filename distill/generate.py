@@ -1,21 +1,20 @@
 """The command `distill`: a distilled set from prompts."""
 
 import atexit
-import dataclasses
 from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from draftsmith.core import options
 from draftsmith.core.errors import counted, without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import hash_json, read_json, write_text_atomic
+from draftsmith.core.io import JsonObject, hash_json, write_text_atomic
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import PromptReader
-from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import on_main, say
-from draftsmith.core.runs import Run, kept_identity
+from draftsmith.core.runs import Run
 from draftsmith.core.settings import tokenizing
 from draftsmith.core.signals import Terminated
 from draftsmith.core.template_date import fix_date
@@ -24,13 +23,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import switch_thinking_off
 from draftsmith.distill.engines import ENGINES
 from draftsmith.distill.filters import Suites
-from draftsmith.distill.manifest import (
-    IDENTITY_FILES,
-    check_empty,
-    count_kept,
-    finish,
-    reopened,
-)
+from draftsmith.distill.manifest import count_kept, kept_date, make_set
 from draftsmith.distill.own_prompts import draw_prompts, find_openings
 from draftsmith.distill.part_maker import Job, make_parts
 from draftsmith.distill.prompt_sources import StoredPrompts
@@ -42,7 +35,7 @@ _SUMMARY += ["skipped_because", "failed_because", "shortened_because", "dropped_
 
 def distill(
     config: DistillConfig | None = None, command: str | None = None, **options: Any
-) -> dict[str, Any]:
+) -> JsonObject:
     """Make the distilled set, or resume one that a killed run left; return its summary.
 
     command: the command line to record, by default the one of `config`. Raise InputError for
@@ -57,8 +50,7 @@ def distill(
             tokenizer = load_tokenizer(config.target, **tokenizing(config))
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)
-            kept = kept_identity(run.out, IDENTITY_FILES).get("date")
-            date = fix_date(tokenizer, config.date, kept)
+            date = fix_date(tokenizer, config.date, kept_date(run.out))
             if date is not None:
                 say(f"distill: the chat template prints the date; in this set it is {date}")
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
@@ -73,7 +65,7 @@ def distill(
         raise
 
 
-def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
+def _distill(job: Job, run: Run, command: str) -> JsonObject:
     config = job.config
     engine = job.engine
     tokenizer = job.tokenizer
@@ -91,35 +83,39 @@ def _distill(job: Job, run: Run, command: str) -> dict[str, Any]:
     openings = find_openings(config, engine, tokenizer)
     if openings is None:
         prompts.check_usable()
-    identity = _identity(job, suites)
-    on_main(lambda: check_empty(out))
-    run.begin(identity, IDENTITY_FILES, options.known_by_content(config))
-    if config.thinking == "drop":
-        template = str(tokenizer.chat_template)
-        on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
-    with reopened(out):
+
+    def make() -> int:
+        source = prompts
+        if config.thinking == "drop":
+            template = str(tokenizer.chat_template)
+            on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
         if openings is not None:
             drawn = str(draw_prompts(job, openings, run))
-            reader = dataclasses.replace(reader, source=drawn)
-            prompts = StoredPrompts(config, drawn, reader, suites)
-        parts = make_parts(job, prompts, out, "distill")
-    job.processes.wait_for_everyone()
-    origin = provenance(command, identity["config"] | options.known_by_content(config))
-    on_main(lambda: finish(out, parts, identity, origin, tokenizer))
-    manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+            source = StoredPrompts(config, drawn, replace(reader, source=drawn), suites)
+        return make_parts(job, source, out, "distill")
+
+    manifest = make_set(
+        run,
+        command,
+        _identity(job, suites),
+        make,
+        tokenizer=tokenizer,
+        processes=job.processes,
+        by_content=options.known_by_content(config),
+    )
     return {
         "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
-        "sampling": dataclasses.asdict(engine.sampling.sampling),
+        "sampling": asdict(engine.sampling.sampling),
         "sampling_from_target": engine.sampling.note,
         **pushed(out, config.push_to_hub, "dataset"),
     }
 
 
-def _identity(job: Job, suites: Suites | None) -> dict[str, Any]:
+def _identity(job: Job, suites: Suites | None) -> JsonObject:
     config = job.config
-    choices = options.identity(config) | dataclasses.asdict(job.engine.sampling.sampling)
+    choices = options.identity(config) | asdict(job.engine.sampling.sampling)
     # A chat template counts by its content, not by the name of its file.
     del choices["chat_template"]
     template = job.tokenizer.chat_template

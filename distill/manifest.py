@@ -1,11 +1,10 @@
 """What finishes a distilled set: the manifest that the parts add up to, the card, and copies."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,20 +24,23 @@ from draftsmith.core.io import (
     write_text_atomic,
     writing,
 )
+from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import is_main, on_main
 from draftsmith.core.reasons import Reasons
-from draftsmith.core.runs import journal_rows
+from draftsmith.core.runs import Run, journal_rows, kept_identity
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
 from draftsmith.distill.parts import (
-    OUTCOMES,
-    Outcome,
-    PartSummary,
+    SHORTFALLS,
+    Shortfall,
     empty_path,
     part_path,
     read_summary,
     reading,
 )
 from draftsmith.drafts.cards import distilled_set_card
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 # Prompts that the target wrote, and their record: number of texts drawn and kept, why the others
 # were left out, and the sha256 of the prompts.
@@ -71,16 +73,43 @@ def count_kept(out: Path) -> int:
     return answers
 
 
-def check_empty(out: Path) -> None:
-    """Raise InputError if `out` holds another set or a model, which this run would overwrite or mix
-    up.
+def kept_date(out: Path) -> str | None:
+    """Return the date that the chat template printed in the set that began in `out`, if any."""
+    date: str | None = kept_identity(out, IDENTITY_FILES).get("date")
+    return date
+
+
+def make_set(
+    run: Run,
+    command: str,
+    identity: JsonObject,
+    make: Callable[[], int],
+    *,
+    tokenizer: Tokenizer,
+    processes: "PartialState",
+    by_content: JsonObject | None = None,
+) -> JsonObject:
+    """Claim the directory of a run, let `make` write the parts and return their number, and finish
+    the set; return its manifest. Every process calls this.
+
+    by_content: options that are known by their content. Raise InputError if the directory holds
+    another set or a model, which this run would overwrite or mix up.
     """
+    out = run.out
     if not any((out / name).exists() for name in IDENTITY_FILES):
-        refuse_foreign(out, (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json"))
+        foreign = (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json")
+        on_main(lambda: refuse_foreign(out, foreign))
+    run.begin(identity, IDENTITY_FILES, by_content)
+    with _reopened(out):
+        parts = make()
+    processes.wait_for_everyone()
+    origin = provenance(command, identity["config"] | (by_content or {}))
+    on_main(lambda: _finish(out, parts, identity, origin, tokenizer))
+    return read_json(out / "manifest.json", "the manifest that this run has written")
 
 
 @contextmanager
-def reopened(out: Path) -> Iterator[None]:
+def _reopened(out: Path) -> Iterator[None]:
     """Give the files of a finished set the checksums that its manifest has, while the block runs.
     If the block refuses its input, the set stays as it was.
     """
@@ -105,12 +134,10 @@ def _reopen(out: Path) -> None:
         write_text_atomic(checksum_file(out / name), digest)
 
 
-def finish(
-    out: Path, parts: int, identity: dict[str, Any], origin: JsonObject, tokenizer: Tokenizer
+def _finish(
+    out: Path, parts: int, identity: JsonObject, origin: JsonObject, tokenizer: Tokenizer
 ) -> None:
-    """Add up the parts and write card and manifest, which finishes the set. Raise RunError if no
-    row is left.
-    """
+    """Add up the parts and write card and manifest. Raise RunError if no row is left."""
     beyond = {*out.glob(_PARTS), *out.glob(_EMPTY)}
     for index in range(parts):
         beyond -= {part_path(out, index), empty_path(out, index)}
@@ -148,27 +175,19 @@ def _remove_all(out: Path, patterns: Sequence[str]) -> None:
             path.unlink()
 
 
-@dataclass(frozen=True)
-class _RowError:
+class _RowError(NamedTuple):
     """A prompt that gave less than it should. Its JSON is a line of `errors.jsonl`."""
 
     row: int
-    outcome: Outcome
+    outcome: Shortfall
     reason: str
 
 
-def _row_errors(summary: PartSummary) -> list[_RowError]:
-    errors: list[_RowError] = []
-    for outcome in OUTCOMES:
-        errors += [_RowError(row, outcome, reason) for row, reason in summary.get(outcome, [])]
-    return sorted(errors, key=lambda error: (error.row, error.outcome, error.reason))
-
-
-def _add_up(out: Path, parts: int) -> dict[str, Any]:
+def _add_up(out: Path, parts: int) -> JsonObject:
     """Return the sums over all parts, as the manifest has them. Write `errors.jsonl`."""
     files: list[dict[str, str | int]] = []
     digests: list[str] = []
-    reasons = {outcome: Reasons() for outcome in OUTCOMES}
+    reasons = {shortfall: Reasons() for shortfall in SHORTFALLS}
     ends = Counter(stop=0, length=0)
     tokens_from: Counter[str] = Counter()
     read = 0
@@ -192,9 +211,14 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
                 tokens_from.update(table["tokens_from"].to_pylist())
             read += summary["read"]
             digests.append(summary["digest"])
-            for error in _row_errors(summary):
+            errors: list[_RowError] = []
+            for shortfall in SHORTFALLS:
+                errors += [
+                    _RowError(row, shortfall, why) for row, why in summary.get(shortfall, ())
+                ]
+            for error in sorted(errors):
                 reasons[error.outcome].add(error.row, error.reason)
-                lines.write(canonical_json(asdict(error)) + "\n")
+                lines.write(canonical_json(error._asdict()) + "\n")
     if not path.stat().st_size:
         path.unlink()
     skipped = reasons["skipped"].total()
@@ -209,7 +233,7 @@ def _add_up(out: Path, parts: int) -> dict[str, Any]:
             "rows": rows,
             "rows_dropped": reasons["dropped"].total(),
         },
-        **{f"{outcome}_because": reasons[outcome].lines(outcome) for outcome in OUTCOMES},
+        **{f"{why}_because": reasons[why].lines(why) for why in SHORTFALLS},
         "finish_reasons": dict(ends),
         "tokens_from": dict(tokens_from),
         "response_tokens": tokens,

@@ -15,48 +15,23 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from draftsmith.core.chats import chat_text
-from draftsmith.core.errors import InputError, RunError
-from draftsmith.core.io import canonical_json, sha256_file, write_sealed
-from draftsmith.core.prompt_rows import Record
-from draftsmith.core.prompts import Prompt
+from draftsmith.core.chats import Chat, chat_text
+from draftsmith.core.errors import InputError, RunError, at
+from draftsmith.core.io import JsonObject, canonical_json, sha256_file, write_sealed
+from draftsmith.core.prompts import Skipped
 from draftsmith.core.ranks import from_main, on_main
 from draftsmith.core.reasons import Reasons
 from draftsmith.core.runs import Run
-from draftsmith.core.tokenization import Tokenizer, decode_text
+from draftsmith.core.tokenization import Tokenizer, decode_text, text_with_specials
 from draftsmith.distill.config import DistillConfig, magpie
 from draftsmith.distill.engines import Engine
 from draftsmith.distill.manifest import DRAWN, OWN_PROMPTS, PROMPTS
 from draftsmith.distill.part_maker import Job, make_parts
 from draftsmith.distill.parts import part_path, read_summary
+from draftsmith.distill.prompt_sources import Openings
 
 # Stands in for a user's text, to find what a chat template writes around it.
 _CONTENT = "USER-TEXT-STANDS-HERE"
-
-
-@dataclass(frozen=True)
-class Openings:
-    """A prompt source: `rows` times the start of a user's turn.
-
-    ids: what the target continues. end: the text that ends a user's turn, "" if only a token does.
-    """
-
-    name: str
-    rows: int
-    ids: tuple[int, ...]
-    end: str
-
-    def count(self) -> int:
-        return self.rows
-
-    def records(self) -> Iterator[Record]:
-        return (Record(number, {}) for number in range(1, self.rows + 1))
-
-    def read(self, record: Record) -> Prompt:
-        return Prompt("magpie", "general", self.ids, record.number, own_id=True)
-
-    def sample_name(self, prompt: Prompt, sample: int) -> str:
-        return f"magpie/{prompt.row - 1}"
 
 
 def find_openings(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -> Openings | None:
@@ -90,7 +65,8 @@ class UserOpening:
 
 def user_opening(tokenizer: Tokenizer, where: str) -> UserOpening:
     """Return what the chat template writes around the text of a user's first turn."""
-    chat = chat_text(tokenizer, [{"role": "user", "content": _CONTENT}], where)
+    with at(where):
+        chat = chat_text(tokenizer, Chat([{"role": "user", "content": _CONTENT}]))
     before, _, after = chat.partition(_CONTENT)
     ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     lines = after.strip().splitlines()
@@ -123,31 +99,25 @@ def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
     return prompts
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    """A text that the target drew, or why it cannot be a prompt."""
-
-    text: str = ""
-    unfit: str = ""
-
-
 def _write_prompts(job: Job, openings: Openings, out: Path, prompts: Path) -> None:
     """Write each text that can be a prompt once, and count the reasons of the others."""
     reasons = Reasons()
     hashes: set[bytes] = set()
     with prompts.open("w", encoding="utf-8") as file:
-        for row, drawn in enumerate(_drawn_texts(out / DRAWN, openings, job.tokenizer), 1):
-            words = " ".join(drawn.text.lower().split())
+        for row, text in enumerate(_drawn_texts(out / DRAWN, openings, job.tokenizer), 1):
+            if isinstance(text, Skipped):
+                reasons.add(row, text.reason)
+                continue
+            words = " ".join(text.lower().split())
             content = hashlib.blake2b(words.encode(), digest_size=16).digest()
-            if drawn.unfit or content in hashes:
-                reasons.add(row, drawn.unfit or "was drawn before")
+            if content in hashes:
+                reasons.add(row, "was drawn before")
                 continue
             hashes.add(content)
-            turn = {"role": "user", "content": drawn.text}
             prompt = {
                 "id": f"magpie-{row - 1}",
                 "domain": job.config.domain,
-                "messages": [turn],
+                "messages": [{"role": "user", "content": text}],
             }
             file.write(canonical_json(prompt) + "\n")
     because = reasons.lines("left out")
@@ -165,33 +135,31 @@ def _write_prompts(job: Job, openings: Openings, out: Path, prompts: Path) -> No
     write_sealed(out / OWN_PROMPTS, record)
 
 
-def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Iterator[_Drawn]:
-    """Yield all draws in their order."""
+def _drawn_texts(drawn: Path, openings: Openings, tokenizer: Tokenizer) -> Iterator[str | Skipped]:
+    """Yield all draws in their order: the text, or why it cannot be a prompt."""
     index = 0
-    first = 1
+    row = 0
     while (summary := read_summary(drawn, index)) is not None:
         part = part_path(drawn, index)
         answers = iter(pq.read_table(part).to_pylist() if part.exists() else [])
         failed = dict(summary["failed"])
-        for row in range(first, first + summary["read"]):
+        for _ in range(summary["read"]):
+            row += 1
             if row in failed:
-                yield _Drawn(unfit=failed[row])
-                continue
-            answer = next(answers)
-            ends = answer["finish_reason"] == "stop"
-            yield _drawn(openings, tokenizer, answer["response_ids"], ends)
+                yield Skipped(row, failed[row])
+            else:
+                yield _text_of(next(answers), row, openings.end, tokenizer)
         index += 1
-        first += summary["read"]
 
 
-def _drawn(openings: Openings, tokenizer: Tokenizer, ids: list[int], ends: bool) -> _Drawn:
+def _text_of(answer: JsonObject, row: int, end: str, tokenizer: Tokenizer) -> str | Skipped:
+    ids = answer["response_ids"]
     text = decode_text(tokenizer, ids)
-    whole = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    if openings.end and openings.end in whole:
-        text = str(whole).partition(openings.end)[0]
+    whole = text_with_specials(tokenizer, ids)
+    if end and end in whole:
+        text = whole.partition(end)[0]
         if any(token in text for token in tokenizer.all_special_tokens):
-            return _Drawn(unfit="holds a special token")
-    elif not ends:
-        return _Drawn(unfit=f"had no end within {len(ids)} tokens")
-    text = text.strip()
-    return _Drawn(text) if text else _Drawn(unfit="empty")
+            return Skipped(row, "holds a special token")
+    elif answer["finish_reason"] != "stop":
+        return Skipped(row, f"had no end within {len(ids)} tokens")
+    return text.strip() or Skipped(row, "empty")

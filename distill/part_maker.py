@@ -6,11 +6,12 @@ the number of processes or kills.
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftsmith.core.asked_hash import asked_in_chat
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import canonical_json
 from draftsmith.core.progress import Advance, progress
@@ -21,7 +22,7 @@ from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.asking import Asking, PartRequests
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import answer_text, answered_turns, turn_prompt
-from draftsmith.distill.engines import Answer, AnswerRequest, Engine, Failed, Key, at_temperature
+from draftsmith.distill.engines import Answer, AnswerRequest, Engine, Failed, Key
 from draftsmith.distill.filters import why_dropped
 from draftsmith.distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
 from draftsmith.distill.prompt_sources import PromptSource
@@ -105,46 +106,45 @@ class _PartMaker:
         count = self._job.config.num_samples
         for prompt in prompts.values():
             # The first turn is the same for all samples.
-            ids = self._turn_ids(prompt, sample=0, turn=0)
+            ids = self._turn_ids(prompt, Key(prompt.row, 0, 0))
             if ids is None:
                 part.skipped.append(Skipped(prompt.row, part.shortened.pop(prompt.row)))
                 continue
-            first += [self._request(prompt, sample, 0, ids) for sample in range(count)]
+            keys = [Key(prompt.row, sample, 0) for sample in range(count)]
+            first += [self._request(prompt, key, ids) for key in keys]
             part.left[prompt.row] = count
         self._advance(len(part.skipped), "")
         if not part.left:
             part.write(self._out, self._schema)
         return first
 
-    def _next_request(self, prompt: Prompt, sample: int, turn: int) -> AnswerRequest | None:
-        """Return the request for a later turn; None after the last one, or if it does not fit."""
-        ids = self._turn_ids(prompt, sample, turn)
-        return None if ids is None else self._request(prompt, sample, turn, ids)
+    def _request(self, prompt: Prompt, key: Key, ids: Sequence[int]) -> AnswerRequest:
+        name = self._prompts.sample_name(prompt, key.sample)
+        seed = row_seed(self._job.config.seed, f"{name}/{key.turn}" if key.turn else name)
+        # Of a mixture, one for all turns of a sample.
+        point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
+        sampling = self._job.engine.sampling.sampling
+        temperatures = (share.temperature for share in self._mixture if point <= share.upto)
+        temperature = next(temperatures, sampling.temperature)
+        return AnswerRequest(key, tuple(ids), seed, replace(sampling, temperature=temperature))
 
-    def _request(self, prompt: Prompt, sample: int, turn: int, ids: Sequence[int]) -> AnswerRequest:
-        name = self._prompts.sample_name(prompt, sample)
-        seed = row_seed(self._job.config.seed, f"{name}/{turn}" if turn else name)
-        key = Key(prompt.row, sample, turn)
-        return AnswerRequest(key, tuple(ids), seed, self._temperature(name))
-
-    def _turn_ids(self, prompt: Prompt, sample: int, turn: int) -> Sequence[int] | None:
+    def _turn_ids(self, prompt: Prompt, key: Key) -> Sequence[int] | None:
         """Return what a turn asks; None after the last turn. If it does not fit, return None and
         record why in `part.shortened`.
         """
         if prompt.chat is None or self._job.config.turns == "last":
-            return prompt.ids if turn == 0 else None
+            return prompt.ids if key.turn == 0 else None
         tokenizer = self._job.tokenizer
         longest = self._job.engine.max_prompt_tokens
         part = self._part_of[prompt.row]
-        where = f"turn {turn + 1}"
-        keys = [Key(prompt.row, sample, earlier) for earlier in range(turn)]
+        rows = [part.rows[key._replace(turn=earlier)] for earlier in range(key.turn)]
         try:
-            answers = [answer_text(tokenizer, part.rows[key]["response_ids"]) for key in keys]
-            ids = turn_prompt(prompt.chat, answers, tokenizer, where)
+            answers = [answer_text(tokenizer, row["response_ids"]) for row in rows]
+            ids = turn_prompt(prompt.chat, answers, tokenizer)
             if ids is not None and longest is not None and len(ids) > longest:
-                raise InputError(f"{where}: {len(ids)} tokens, more than the {longest} that fit")
+                raise InputError(f"{len(ids)} tokens, more than the {longest} that fit")
         except InputError as error:
-            part.shortened.setdefault(prompt.row, str(error))
+            part.shortened.setdefault(prompt.row, f"turn {key.turn + 1}: {error}")
             return None
         return ids
 
@@ -152,12 +152,7 @@ class _PartMaker:
         """Hash what a turn asks, with the earlier answers that the prompts have."""
         if prompt.chat is None or self._job.config.turns == "last":
             return prompt.asked
-        return prompt.chat.asked(answered_turns(prompt.chat)[turn])
-
-    def _temperature(self, name: str) -> float | None:
-        """Choose the temperature of a sample from the mixture, if there is one, for all turns."""
-        point = row_seed(self._job.config.seed, f"temperature of {name}") / 2**63
-        return next((share.temperature for share in self._mixture if point <= share.upto), None)
+        return asked_in_chat(prompt.chat.first(answered_turns(prompt.chat)[turn]))
 
     def take_answer(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, and write a complete part; return the next request."""
@@ -168,7 +163,11 @@ class _PartMaker:
             part.failed.setdefault(key.row, answer.reason)
         else:
             self._keep(part, request, answer)
-            following = self._next_request(part.prompts[key.row], key.sample, key.turn + 1)
+            prompt = part.prompts[key.row]
+            after = key._replace(turn=key.turn + 1)
+            ids = self._turn_ids(prompt, after)
+            if ids is not None:
+                following = self._request(prompt, after, ids)
         if following is None:
             part.left[key.row] -= 1
             if not part.left[key.row]:
@@ -182,7 +181,6 @@ class _PartMaker:
         key = request.key
         prompt = part.prompts[key.row]
         content = canonical_json([prompt.id, list(request.prompt_ids), list(key)])
-        sampling = at_temperature(self._job.engine.sampling.sampling, request.temperature)
         row = SetRow(
             id=hashlib.sha256(content.encode()).hexdigest()[:16],
             prompt_id=prompt.id,
@@ -192,7 +190,7 @@ class _PartMaker:
             prompt_ids=request.prompt_ids,
             response_ids=answer.response_ids,
             finish_reason=answer.finish_reason,
-            temperature=sampling.temperature,
+            temperature=request.sampling.temperature,
             seed=request.seed,
             sample_index=key.sample,
             turn=key.turn,

@@ -69,8 +69,9 @@ class SetRow(TypedDict):
     teacher: NotRequired[bytes]
 
 
-Outcome = Literal["skipped", "failed", "shortened", "dropped"]
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+# How a prompt gave less than it should.
+Shortfall = Literal["skipped", "failed", "shortened", "dropped"]
+SHORTFALLS: tuple[Shortfall, ...] = get_args(Shortfall)
 
 
 class PartSummary(TypedDict):
@@ -81,10 +82,10 @@ class PartSummary(TypedDict):
 
     read: int
     digest: str
-    skipped: Sequence[tuple[int, str]]
-    failed: Sequence[tuple[int, str]]
-    shortened: Sequence[tuple[int, str]]
-    dropped: NotRequired[Sequence[tuple[int, str]]]
+    skipped: list[tuple[int, str]]
+    failed: list[tuple[int, str]]
+    shortened: list[tuple[int, str]]
+    dropped: NotRequired[list[tuple[int, str]]]
 
 
 def part_path(out: Path, index: int) -> Path:
@@ -160,14 +161,15 @@ def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int
     Raise InputError if it was made from other rows than `prompts` has now.
     """
     without_rows = kept_json(empty_path(out, index), _NO_ROWS, PartSummary.__required_keys__)
-    if without_rows is None and not is_whole(part_path(out, index)):
+    path = part_path(out, index)
+    if without_rows is None and not is_whole(path):
         return None
     summary = read_summary(out, index)
     assert summary is not None
     if summary["digest"] != digest:
         raise InputError(
-            f"{prompts}: its rows changed since {part_path(out, index)} was made; choose another "
-            "--out or delete the directory"
+            f"{prompts}: its rows changed since {path} was made; choose another --out or delete "
+            "the directory"
         )
     return summary["read"]
 

@@ -1,34 +1,16 @@
 """Where prompts come from, as the parts of a distilled set read them."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
+from typing import TypeAlias
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, at
 from draftsmith.core.prompt_rows import Record, count_rows, iterate_records, parse_record
 from draftsmith.core.prompts import Prompt, PromptReader, Skipped
 from draftsmith.core.row_formats import KEYS
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.filters import WORDS, Suites
-
-
-class PromptSource(Protocol):
-    """Rows that become prompts. name: for messages, without secrets."""
-
-    @property
-    def name(self) -> str: ...
-
-    def count(self) -> int | None:
-        """Number of rows, None if it is unknown."""
-
-    def records(self) -> Iterator[Record]:
-        """Yield the rows as they are stored."""
-
-    def read(self, record: Record) -> Prompt | Skipped:
-        """Return the prompt of a row, or why it is skipped."""
-
-    def sample_name(self, prompt: Prompt, sample: int) -> str:
-        """Return the name from which the seed of a sample follows; each sample has its own."""
 
 
 class StoredPrompts:
@@ -48,6 +30,7 @@ class StoredPrompts:
         return self._reader.source
 
     def count(self) -> int | None:
+        """Number of rows, None if it is unknown."""
         rows = count_rows(self._source)
         return rows if rows is None else min(rows, self._limit or rows)
 
@@ -56,11 +39,14 @@ class StoredPrompts:
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Skip a row that shares words with a suite and, unless `strict`, one that is broken."""
-        read = self._reader.read if self._strict else self._reader.read_or_skip
-        prompt = read(record)
+        if self._strict:
+            with at(f"{self.name}:{record.number}"):
+                prompt = self._reader.read(record)
+        else:
+            prompt = self._reader.read_or_skip(record)
         if self._suites is None or isinstance(prompt, Skipped):
             return prompt
-        suite = self._suites.shared_with(parse_record(record, self.name))
+        suite = self._suites.shared_with(parse_record(record))
         if suite is None:
             return prompt
         return Skipped(
@@ -68,6 +54,7 @@ class StoredPrompts:
         )
 
     def sample_name(self, prompt: Prompt, sample: int) -> str:
+        """Return the name from which the seed of a sample follows; each sample has its own."""
         # Prompts without an explicit id may repeat, so their row tells them apart.
         own = prompt.id if prompt.own_id else f"{prompt.id}/{prompt.row}"
         return f"{own}/{sample}"
@@ -83,3 +70,31 @@ class StoredPrompts:
             if number == 1:
                 reason = f"row {prompt.row}: {prompt.reason}"
         raise InputError(f"{self.name}: none of its {number} rows can be used ({reason})")
+
+
+@dataclass(frozen=True)
+class Openings:
+    """`rows` times the start of a user's turn, which the target continues.
+
+    ids: what it continues. end: the text that ends a user's turn, "" if only a token does.
+    """
+
+    name: str
+    rows: int
+    ids: tuple[int, ...]
+    end: str
+
+    def count(self) -> int:
+        return self.rows
+
+    def records(self) -> Iterator[Record]:
+        return (Record(number, {}) for number in range(1, self.rows + 1))
+
+    def read(self, record: Record) -> Prompt:
+        return Prompt("magpie", "general", self.ids, record.number, own_id=True)
+
+    def sample_name(self, prompt: Prompt, sample: int) -> str:
+        return f"magpie/{prompt.row - 1}"
+
+
+PromptSource: TypeAlias = StoredPrompts | Openings

@@ -4,19 +4,20 @@ without generating.
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.errors import InputError, RunError, without_place, without_secrets
-from draftsmith.core.io import hash_json, read_json, read_manifest, sha256_file
+from draftsmith.core.errors import InputError, RunError, without_secrets
+from draftsmith.core.io import JsonObject, hash_json, read_json, read_manifest, sha256_file
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import (
     check_tokenizer,
@@ -38,9 +39,7 @@ from draftsmith.core.prompt_rows import (
     text_of,
 )
 from draftsmith.core.prompts import Skipped, answers, content_id
-from draftsmith.core.provenance import provenance
-from draftsmith.core.ranks import on_main
-from draftsmith.core.runs import Run, kept_identity
+from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, tokenizing
 from draftsmith.core.teacher_rows import bytes_per_token, pack
 from draftsmith.core.template_date import fix_date
@@ -52,7 +51,7 @@ from draftsmith.core.tokenization import (
     tokenizer_digest,
 )
 from draftsmith.distill.config import ScoreConfig
-from draftsmith.distill.manifest import IDENTITY_FILES, SET_FORMAT, check_empty, finish, reopened
+from draftsmith.distill.manifest import SET_FORMAT, kept_date, make_set
 from draftsmith.distill.parts import (
     SCHEMA,
     TEACHER_SCHEMA,
@@ -61,6 +60,9 @@ from draftsmith.distill.parts import (
     prompts_of_finished,
     write_part,
 )
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 # Bounds the memory of the float64 copy of a chunk's logits.
 _CHUNK_VALUES = 2**24
@@ -121,14 +123,14 @@ class NumberedRow:
     left_out: Sequence[str] = ()
 
 
-class AnswerPart(Protocol):
-    """Rows that become one part. digest: of what they are read from."""
+@dataclass(frozen=True)
+class AnswerPart:
+    """Rows that become one part. digest: of what they are read from. read: give the rows, with the
+    reasons of those that cannot be read.
+    """
 
-    @property
-    def digest(self) -> str: ...
-
-    def read(self) -> list[NumberedRow | Skipped]:
-        """Read the rows, with the reasons of those that cannot be read."""
+    digest: str
+    read: Callable[[], list[NumberedRow | Skipped]]
 
 
 @dataclass(frozen=True)
@@ -139,16 +141,16 @@ class Answers:
     options that the manifest records. date: what the chat template printed, if it prints one.
     """
 
-    identity: dict[str, str | None]
+    identity: JsonObject
     count: int | None
-    config: dict[str, Any]
+    config: JsonObject
     parts: Iterator[AnswerPart]
     date: str | None
 
 
 def score_set(
     config: ScoreConfig | None = None, command: str | None = None, **options: Any
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the scored set, or resume a killed run's; return its summary. command: the command line
     to record.
     """
@@ -162,8 +164,7 @@ def score_set(
         if Path(config.score).is_dir():
             answers = _of_set(Path(config.score), tokenizer)
         else:
-            kept = kept_identity(out, IDENTITY_FILES).get("date")
-            date = fix_date(tokenizer, config.date, kept)
+            date = fix_date(tokenizer, config.date, kept_date(out))
             answers = _of_file(config, tokenizer, eos_ids(model), date)
         size = vocabulary_size(model)
         choices = answers.config | {
@@ -178,26 +179,14 @@ def score_set(
             "target_fingerprint": fingerprint(model),
             "target_dtype": dtype_name(model),
         }
-        on_main(lambda: check_empty(out))
-        run.begin(identity, IDENTITY_FILES)
-        count = answers.count if processes.num_processes == 1 else None
-        parts = 0
-        with reopened(out), progress("score", count) as advance:
-            for index, part in enumerate(answers.parts):
-                parts += 1
-                if index % processes.num_processes != processes.process_index:
-                    continue
-                finished = prompts_of_finished(out, index, part.digest, config.score)
-                if finished is None:
-                    rows = part.read()
-                    _write_scored(out, index, part.digest, rows, model, config.teacher_top_k)
-                    finished = len(rows)
-                advance(finished, "")
-        processes.wait_for_everyone()
-        line = command or command_line("distill", config)
-        origin = provenance(line, choices)
-        on_main(lambda: finish(out, parts, identity, origin, tokenizer))
-        manifest = read_json(out / "manifest.json", "the manifest that this run has written")
+        manifest = make_set(
+            run,
+            command or command_line("distill", config),
+            identity,
+            lambda: _score_parts(answers, config, model, processes),
+            tokenizer=tokenizer,
+            processes=processes,
+        )
         return {
             "out": config.out,
             **manifest["counts"],
@@ -208,33 +197,52 @@ def score_set(
         }
 
 
-def _write_scored(
-    out: Path,
-    index: int,
-    digest: str,
-    rows: list[NumberedRow | Skipped],
-    model: PreTrainedModel,
-    k: int,
-) -> None:
-    skipped: list[tuple[int, str]] = []
+def _score_parts(
+    answers: Answers, config: ScoreConfig, model: PreTrainedModel, processes: "PartialState"
+) -> int:
+    """Write the parts of this process that are not finished; return the number of all parts."""
+    out = Path(config.out)
+    count = answers.count if processes.num_processes == 1 else None
+    parts = 0
+    with progress("score", count) as advance:
+        for index, part in enumerate(answers.parts):
+            parts += 1
+            if index % processes.num_processes != processes.process_index:
+                continue
+            finished = prompts_of_finished(out, index, part.digest, config.score)
+            if finished is None:
+                rows = part.read()
+                finished = len(rows)
+                summary = PartSummary(
+                    read=finished,
+                    digest=part.digest,
+                    skipped=[],
+                    failed=[],
+                    shortened=[],
+                    dropped=[],
+                )
+                scored = _scored(rows, summary, model, config.teacher_top_k)
+                write_part(out, index, summary, scored, TEACHER_SCHEMA)
+            advance(finished, "")
+    return parts
+
+
+def _scored(
+    rows: list[NumberedRow | Skipped], summary: PartSummary, model: PreTrainedModel, k: int
+) -> list[SetRow]:
+    """Return the answers of rows with their teacher rows; put the others into the summary."""
     scored: list[SetRow] = []
-    dropped: list[tuple[int, str]] = []
-    for entry in rows:
-        if isinstance(entry, Skipped):
-            skipped.append((entry.row, entry.reason))
-            continue
-        reason = _why_not_scored(entry.answers[-1], model)
-        if reason:
-            skipped.append((entry.number, reason))
-            continue
-        dropped += [(entry.number, left_out) for left_out in entry.left_out]
-        for row in entry.answers:
-            teacher = score(model, row["prompt_ids"], row["response_ids"], k)
-            scored.append({**row, "teacher": teacher})
-    summary = PartSummary(
-        read=len(rows), digest=digest, skipped=skipped, failed=[], shortened=[], dropped=dropped
-    )
-    write_part(out, index, summary, scored, TEACHER_SCHEMA)
+    for row in rows:
+        if isinstance(row, Skipped):
+            summary["skipped"].append((row.row, row.reason))
+        elif reason := _why_not_scored(row.answers[-1], model):
+            summary["skipped"].append((row.number, reason))
+        else:
+            summary["dropped"] += [(row.number, left_out) for left_out in row.left_out]
+            for answer in row.answers:
+                teacher = score(model, answer["prompt_ids"], answer["response_ids"], k)
+                scored.append({**answer, "teacher": teacher})
+    return scored
 
 
 def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
@@ -251,24 +259,15 @@ def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class _SetPart:
-    """A part of a distilled set. first: number of its first row."""
-
-    path: Path
-    digest: str
-    first: int
-
-    def read(self) -> list[NumberedRow | Skipped]:
-        if not self.path.is_file() or sha256_file(self.path) != self.digest:
-            raise InputError(
-                f"{self.path}: is not the file that the manifest describes; copy it again"
-            )
-        rows: list[NumberedRow | Skipped] = []
-        for number, stored in enumerate(pq.read_table(self.path).to_pylist(), self.first):
-            row = {name: stored.get(name) for name in SCHEMA.names}
-            rows.append(NumberedRow(number, [cast(SetRow, row)]))
-        return rows
+def _set_rows(path: Path, digest: str, first: int) -> list[NumberedRow | Skipped]:
+    """Read a part of a distilled set. first: number of its first row."""
+    if not path.is_file() or sha256_file(path) != digest:
+        raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
+    rows: list[NumberedRow | Skipped] = []
+    for number, stored in enumerate(pq.read_table(path).to_pylist(), first):
+        row = {name: stored.get(name) for name in SCHEMA.names}
+        rows.append(NumberedRow(number, [cast(SetRow, row)]))
+    return rows
 
 
 def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
@@ -280,32 +279,13 @@ def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
     parts: list[AnswerPart] = []
     first = 1
     for part in manifest["parts"]:
-        parts.append(_SetPart(directory / part["file"], part["sha256"], first))
+        rows = partial(_set_rows, directory / part["file"], part["sha256"], first)
+        parts.append(AnswerPart(part["sha256"], rows))
         first += part["rows"]
     made = manifest.get("identity", {})
-    identity = {
-        "set": hash_json(manifest["parts"]),
-        "target_fingerprint": made.get("target_fingerprint"),
-    }
-    config = dict(manifest.get("config", {}))
-    return Answers(identity, first - 1, config, iter(parts), made.get("date"))
-
-
-@dataclass(frozen=True)
-class _FilePart:
-    """Some records of a file. ends: the target's EOS ids."""
-
-    records: list[Record]
-    config: ScoreConfig
-    tokenizer: Tokenizer
-    ends: Sequence[int]
-
-    @property
-    def digest(self) -> str:
-        return digest_of(self.records)
-
-    def read(self) -> list[NumberedRow | Skipped]:
-        return [_row(record, self.config, self.tokenizer, self.ends) for record in self.records]
+    fingerprint = made.get("target_fingerprint")
+    identity = {"set": hash_json(manifest["parts"]), "target_fingerprint": fingerprint}
+    return Answers(identity, first - 1, manifest.get("config", {}), iter(parts), made.get("date"))
 
 
 def _of_file(
@@ -314,7 +294,7 @@ def _of_file(
     def parts() -> Iterator[AnswerPart]:
         records = iterate_records(config.score)
         while group := list(islice(records, config.part_rows)):
-            yield _FilePart(group, config, tokenizer, ends)
+            yield AnswerPart(digest_of(group), partial(_file_rows, group, tokenizer, ends))
 
     name = without_secrets(config.score)
     # What is known of answers that `distill` made is unknown here.
@@ -325,17 +305,19 @@ def _of_file(
     )
 
 
-def _row(
-    record: Record, config: ScoreConfig, tokenizer: Tokenizer, ends: Sequence[int]
-) -> NumberedRow | Skipped:
+def _file_rows(
+    records: list[Record], tokenizer: Tokenizer, ends: Sequence[int]
+) -> list[NumberedRow | Skipped]:
+    return [_row(record, tokenizer, ends) for record in records]
+
+
+def _row(record: Record, tokenizer: Tokenizer, ends: Sequence[int]) -> NumberedRow | Skipped:
     """Return the answers in a row of a file, or why it cannot be read."""
-    source = without_secrets(config.score)
-    where = f"{source}:{record.number}"
     try:
-        stored = parse_record(record, source)
-        cut = answers(stored, where, tokenizer, ends)
+        stored = parse_record(record)
+        cut = answers(stored, tokenizer, ends)
     except InputError as error:
-        return Skipped(record.number, without_place(error, where))
+        return Skipped(record.number, str(error))
     own_id = text_of(stored, "id")
     from_target = any(stored.get(key) is not None for key in ID_KEYS)
     rows = []
@@ -358,5 +340,4 @@ def _row(
             tokens_from="target" if from_target else "text",
         )
         rows.append(row)
-    left_out = [reason.removeprefix(f"{where}: ") for reason in cut.left_out]
-    return NumberedRow(record.number, rows, left_out)
+    return NumberedRow(record.number, rows, cut.left_out)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
-from draftsmith.core.chats import encode_messages
-from draftsmith.core.errors import InputError
-from draftsmith.core.prompts import Prompt, asked, content_id, unique_id
+from draftsmith.core.chats import Chat, encode_messages
+from draftsmith.core.errors import InputError, at
+from draftsmith.core.prompts import Prompt, content_id, unique_id
 from draftsmith.core.row_formats import read_turns
 from draftsmith.core.tokenization import Tokenizer, chat_template_of, encode_text
 from draftsmith.transformers_names import in_our_names
@@ -65,8 +65,9 @@ class PromptEncoder:
         # An array or tensor of ids has `tolist`.
         items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
         if items and isinstance(items[0], Mapping):
-            turns = asked(read_turns(items, where), where)
-            return encode_messages(tokenizer, turns, where, self.tools)
+            chat = Chat(read_turns(items, where), self.tools)
+            with at(where):
+                return encode_messages(tokenizer, chat.question())
         for item in items:
             if not isinstance(item, Integral):
                 got = type(item).__name__

@@ -307,7 +307,7 @@ class Pair:
         sampling = resolve_sampling(
             self.target_name,
             self.target,
-            **sampling_options(options),
+            sampling_options(options),
             default_temperature=1.0 if do_sample else 0.0,
         ).sampling
         encoder = PromptEncoder(self.tokenizer, raw, chat_template, tools)

@@ -80,7 +80,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         )
         # Sampling options that are left out come from the target's generation_config.json.
         hottest = sampling_options(given) | {"temperature": max(given.temperature)}
-        found = resolve_sampling(given.target, pair.target, **hottest)
+        found = resolve_sampling(given.target, pair.target, hottest)
         if found.note:
             say(f"eval: {found.note}")
         request = request.resolved(found.sampling, date_of(pair.tokenizer))

@@ -6,9 +6,10 @@ from itertools import islice
 from transformers import PreTrainedModel
 
 from draftsmith.core.asked_hash import asked_in_chat
-from draftsmith.core.chats import encode_messages
+from draftsmith.core.chats import Chat, encode_messages
+from draftsmith.core.errors import at
 from draftsmith.core.prompt_rows import iterate_suite, parse_record
-from draftsmith.core.prompts import Chat, Prompt, PromptSet, content_id
+from draftsmith.core.prompts import Prompt, PromptSet, content_id
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import Tokenizer, decode_text
 from draftsmith.eval.measuring import answers
@@ -24,16 +25,16 @@ def read_questions(source: str, tokenizer: Tokenizer, domain: str, limit: int) -
     prompts = []
     records = list(islice(iterate_suite(source), limit + 1))
     for record in records[:limit]:
-        turns = parse_record(record, source)["messages"]
-        ids = encode_messages(tokenizer, turns[:1], f"{source}:{record.number}")
-        chat = Chat(tuple(turns), None)
+        with at(f"{source}:{record.number}"):
+            chat = Chat(tuple(parse_record(record)["messages"]))
+            ids = encode_messages(tokenizer, chat.first(1))
         prompt = Prompt(
             content_id(ids),
             domain,
             tuple(ids),
             record.number,
             chat=chat,
-            asked=asked_in_chat(turns[:1]),
+            asked=asked_in_chat(chat.first(1)),
         )
         prompts.append(prompt)
     return PromptSet(source, tuple(prompts), (), len(prompts), len(records) > limit)
@@ -59,8 +60,9 @@ def ask_again(
         assert prompt.chat is not None
         first, second = prompt.chat.messages
         text = decode_text(tokenizer, list(row.output_ids))
-        chat = Chat((first, {"role": "assistant", "content": text}, second), None)
-        ids = encode_messages(tokenizer, chat.messages, f"row {prompt.row}")
-        asked = asked_in_chat(chat.messages)
+        chat = Chat((first, {"role": "assistant", "content": text}, second))
+        with at(f"row {prompt.row}"):
+            ids = encode_messages(tokenizer, chat)
+        asked = asked_in_chat(chat)
         again.append(replace(prompt, id=content_id(ids), ids=tuple(ids), chat=chat, asked=asked))
     return tuple(again)

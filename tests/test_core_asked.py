@@ -5,6 +5,7 @@ from copy import deepcopy
 import pytest
 
 from draftsmith.core.asked_hash import asked_in_chat, earlier_turns, group_ranks
+from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import prompt_hash, read_prompts
 from draftsmith.core.tokenization import Tokenizer
 from tests.distilled import write_rows
@@ -85,4 +86,4 @@ def test_a_later_turn_begins_with_the_earlier_one():
     ],
 )
 def test_turns_tools_and_arguments_count(one, two, equal):
-    assert (asked_in_chat(*one) == asked_in_chat(*two)) == equal
+    assert (asked_in_chat(Chat(*one)) == asked_in_chat(Chat(*two))) == equal

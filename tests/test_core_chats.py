@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.core.chats import ChatRefused, encode_messages, end_of_answer, exchange
+from draftsmith.core.chats import Chat, ChatRefused, encode_messages, end_of_answer, exchange
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.row_formats import read_turns
@@ -35,12 +35,12 @@ def test_prompt_and_answer_are_those_of_serving(name, case):
     family = FAMILIES[name]
     tokenizer = family.tokenizer
     tools: list[object] | None = [TOOL] if "tool" in case else None
-    turns = read_turns(CHATS[case])
+    chat = Chat(read_turns(CHATS[case]), tools)
     thinking = "dropped" not in case
     wanted = family.cases[case]
     if isinstance(wanted, str):
         with pytest.raises(ChatRefused, match=wanted):
-            exchange(turns, tools, tokenizer, ends_of(name), thinking=thinking)
+            exchange(chat, tokenizer, ends_of(name), thinking=thinking)
         return
     prompt, answer = wanted
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
@@ -49,12 +49,12 @@ def test_prompt_and_answer_are_those_of_serving(name, case):
     behind = whole[len(prompt_ids) :]
     if not family.sentencepiece:
         behind = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    cut = exchange(turns, tools, tokenizer, ends_of(name), thinking=thinking)
+    cut = exchange(chat, tokenizer, ends_of(name), thinking=thinking)
     assert cut.prompt_ids == prompt_ids
     assert cut.answer_ids == behind
     assert cut.answer_ids[-1] in ends_of(name)
     if thinking and case != "reasoning":
-        assert encode_messages(tokenizer, turns[:-1], "row", tools) == prompt_ids
+        assert encode_messages(tokenizer, chat.first(-1)) == prompt_ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -72,7 +72,7 @@ def test_the_end_that_a_server_leaves_out_is_the_templates(name, tmp_path):
 def test_sentencepiece_puts_no_space_before_an_answer():
     tokenizer = FAMILIES["zephyr"].tokenizer
     turns = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "He is."}]
-    cut = exchange(turns, None, tokenizer, ends_of("zephyr"))
+    cut = exchange(Chat(turns), tokenizer, ends_of("zephyr"))
     assert tokenizer.convert_ids_to_tokens(cut.answer_ids)[:2] == ["H", "e"]
     alone = tokenizer("He is.", add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(alone)[0] == "▁He"
@@ -82,7 +82,7 @@ def test_line_breaks_on_both_sides_of_the_border_stay_apart():
     """Together they are one token, which a target that writes on cannot have drawn."""
     tokenizer = FAMILIES["chatml"].tokenizer
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\nHello"}]
-    cut = exchange(turns, None, tokenizer, ends_of("chatml"))
+    cut = exchange(Chat(turns), tokenizer, ends_of("chatml"))
     shown = str(tokenizer.decode(cut.prompt_ids + cut.answer_ids))
     assert tokenizer.convert_ids_to_tokens(cut.answer_ids)[0] == "Ċ"
     assert shown.endswith("assistant\n\nHello<|im_end|>")
@@ -102,11 +102,12 @@ def test_a_target_that_thinks_by_default_writes_short_answers_with_its_switch_of
     )
     question = {"role": "user", "content": "2+2?"}
     ends = ends_of("qwen3")
-    short = exchange([question, {"role": "assistant", "content": "4"}], None, tokenizer, ends)
+    answer = {"role": "assistant", "content": "4"}
+    short = exchange(Chat([question, answer]), tokenizer, ends)
     assert str(tokenizer.decode(short.prompt_ids)).endswith("assistant\n<think></think>")
     assert tokenizer.decode(short.answer_ids) == "4<|im_end|>"
     thought = {"role": "assistant", "content": "4", "reasoning": "Twice two."}
-    long = exchange([question, thought], None, tokenizer, ends)
+    long = exchange(Chat([question, thought]), tokenizer, ends)
     assert str(tokenizer.decode(long.prompt_ids)).endswith("assistant\n<think>\n")
     assert tokenizer.decode(long.answer_ids) == "Twice two.\n</think>\n4<|im_end|>"
 
@@ -227,14 +228,14 @@ def test_a_turn_that_the_template_leaves_empty_is_skipped(case, tmp_path):
 def test_a_tokenizer_that_gives_tokens_for_text(gives, monkeypatch):
     """Some of the hub ignore `tokenize=False`: the prompt is those tokens."""
     tokenizer = copy.copy(FAMILIES["qwen25"].tokenizer)
-    wanted = encode_messages(tokenizer, ASK, "row")
+    wanted = encode_messages(tokenizer, Chat(ASK))
 
     def tokens(turns: Any, tokenize: bool = True, **others: Any) -> object:
         given: Any = type(tokenizer).apply_chat_template(tokenizer, turns, tokenize=True, **others)
         return given if gives == "dict" else given["input_ids"]
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", tokens)
-    assert encode_messages(tokenizer, ASK, "row") == wanted
+    assert encode_messages(tokenizer, Chat(ASK)) == wanted
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda turns, **others: {1, 2})
     with pytest.raises(ChatRefused, match="as set, not as a text"):
-        encode_messages(tokenizer, ASK, "row")
+        encode_messages(tokenizer, Chat(ASK))

@@ -9,8 +9,10 @@ from typing import Any, cast
 import pytest
 from transformers import GenerationConfig, PreTrainedModel
 
+from draftsmith.core import settings
 from draftsmith.core.errors import InputError
-from draftsmith.core.settings import _IGNORED, Sampling, ignored_keys, resolve_sampling
+from draftsmith.core.io import read_words
+from draftsmith.core.settings import Sampling, ignored_keys, resolve_sampling
 
 
 def target(**keys: Any) -> PreTrainedModel:
@@ -65,19 +67,19 @@ QUIET = target(temperature=0.8, top_k=20, min_p=0.1)
 def test_what_is_given_goes_before_the_file_and_the_file_before_the_default(
     model, default, given, sampling, taken
 ):
-    found = resolve_sampling("t", model, default_temperature=default, **given)
+    found = resolve_sampling("t", model, given, default_temperature=default)
     assert found.sampling == sampling
     assert found.from_target == taken
 
 
 def test_what_comes_from_the_file_is_said():
     assert (
-        resolve_sampling("t", LLAMA).note
+        resolve_sampling("t", LLAMA, {}).note
         == "temperature 0.6, top_p 0.9 from the target's generation_config.json"
     )
-    assert resolve_sampling("t", target()).note == ""
+    assert resolve_sampling("t", target(), {}).note == ""
     with pytest.raises(InputError, match=r"^t/generation_config.json: top_p: cannot be 1.5"):
-        resolve_sampling("t", target(do_sample=True, top_p=1.5))
+        resolve_sampling("t", target(do_sample=True, top_p=1.5), {})
 
 
 def test_every_key_that_is_not_followed_is_named_once(caplog):
@@ -89,7 +91,7 @@ def test_every_key_that_is_not_followed_is_named_once(caplog):
     }
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            resolve_sampling("some/model", target(**keys))
+            resolve_sampling("some/model", target(**keys), {})
     named = "forced_bos_token_id=0, min_length=2, repetition_penalty=1.1, suppress_tokens=[3]"
     warning = (
         f"some/model: its generation_config.json sets {named}; this is ignored here, and "
@@ -108,4 +110,4 @@ def test_every_key_that_is_not_followed_is_named_once(caplog):
     assert ignored_keys(target(**off, use_cache=True, max_new_tokens=20, pad_token_id=0)) == {}
     assert ignored_keys(LLAMA) == {}
     # Every key is one of the installed transformers.
-    assert set(" ".join(_IGNORED.values()).split()) <= vars(GenerationConfig()).keys()
+    assert read_words(settings.__file__)["ignored"].keys() <= vars(GenerationConfig()).keys()

@@ -185,11 +185,11 @@ def test_the_largest_values_are_found_in_rows_of_any_length(size, count):
     values[1, :, size // 2] = 1.0
     found = largest(values, count)
     assert torch.equal(found.values, values.topk(count, dim=-1).values)
-    assert torch.equal(values.gather(-1, found.places), found.values)
-    assert all(len(row.unique()) == count for row in found.places[[0, 2]].view(-1, count))
+    assert torch.equal(values.gather(-1, found.indices), found.values)
+    assert all(len(row.unique()) == count for row in found.indices[[0, 2]].view(-1, count))
     if count == 1:
         first = (values == found.values).int().argmax(-1)
-        assert torch.equal(found.places[..., 0], first)
+        assert torch.equal(found.indices[..., 0], first)
 
 
 def test_acceptance_is_one_minus_total_variation():

@@ -220,7 +220,7 @@ def test_every_suite_has_a_stand_in():
 def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monkeypatch):
     rows, wanted = STAND_INS[name]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
-    assert [row for _, row in iterate_rows(f"@{name}:{file}")] == wanted
+    assert list(iterate_rows(f"@{name}:{file}")) == wanted
     suite = load_suite(name)
     assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
     if suite.gated:
@@ -235,7 +235,7 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monk
         return (prompt_rows.Record(number, row) for number, row in enumerate(rows, 1))
 
     monkeypatch.setattr(prompt_rows, "_hub_records", hub)
-    assert [row for _, row in iterate_rows(f"@{name}")] == wanted
+    assert list(iterate_rows(f"@{name}")) == wanted
     assert asked == [
         (f"@{name}", suite.dataset, suite.split, {"name": suite.subset, "data_files": suite.files})
     ]
@@ -252,11 +252,11 @@ def test_a_family_stands_for_its_suites_and_a_directory_holds_their_files(tmp_pa
     ]
     assert named["x-qa"] == f"@speed-bench-qa:{place}"
     for subset in REDHAT:
-        assert [row for _, row in iterate_rows(named[f"redhat-{subset}"])] == [_user(subset)]
+        assert list(iterate_rows(named[f"redhat-{subset}"])) == [_user(subset)]
     with pytest.raises(InputError, match=r"qualitative\.jsonl: no such file"):
         list(iterate_rows(named["x-qa"]))
     write_rows(tmp_path / "qualitative.jsonl", *_speed_bench("qa"))
-    assert [row for _, row in iterate_rows(named["x-qa"])][0] == FIRST
+    assert next(iterate_rows(named["x-qa"])) == FIRST
     # Only where sets are named; elsewhere one suite is wanted.
     with pytest.raises(InputError, match="@speed-bench: stands for 11 suites; name one, such as"):
         list(iterate_rows("@speed-bench"))
@@ -298,7 +298,7 @@ def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_pa
     rows = [{"question": f"q{index // 2}", "answer": ""} for index in range(4000)]
     found = [
         row["messages"][0]["content"]
-        for _, row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
+        for row in iterate_rows(f"@gsm8k:{write_rows(tmp_path / 'r.jsonl', *rows)}")
     ]
     assert found == [f"q{13 * index}" for index in range(100)]
 
@@ -352,7 +352,7 @@ def test_logs_of_a_server_are_prompts(tmp_path, caplog):
     ]
     found = [
         row["messages"][-1]["content"]
-        for _, row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))
+        for row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))
     ]
     assert found == ["Hi", "Hello there", "Yo"]
     said = "1 rows skipped: key 'messages': turn 1: 'content' holds a part 'image_url'"

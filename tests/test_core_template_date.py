@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftsmith.core import template_date
-from draftsmith.core.chats import encode_messages
+from draftsmith.core.chats import Chat, encode_messages
 from draftsmith.core.errors import InputError
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer
@@ -53,7 +53,7 @@ def today(monkeypatch):
 
 
 def written(tokenizer: Tokenizer) -> str:
-    text = tokenizer.decode(encode_messages(tokenizer, [USER], "row"))
+    text = tokenizer.decode(encode_messages(tokenizer, Chat([USER])))
     return str(text).partition("[user]")[0]
 
 

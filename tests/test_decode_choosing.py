@@ -32,10 +32,10 @@ def test_gives_the_largest_and_of_equal_ones_the_first(rows, width, count, level
     found = largest(values, count)
     order = values.sort(dim=-1, descending=True, stable=True)
     assert torch.equal(found.values, order.values[:, :count])
-    assert torch.equal(found.places, order.indices[:, :count])
+    assert torch.equal(found.indices, order.indices[:, :count])
     if count == 1:
         plain = sampling.largest(values, 1)
-        assert torch.equal(found.places, plain.places)
+        assert torch.equal(found.indices, plain.indices)
 
 
 @built
@@ -47,17 +47,17 @@ def test_a_row_with_nan_says_so_and_the_others_do_not(width):
         damaged[1, place] = -torch.tensor(float("nan"))
         found = largest(damaged, 1)
         assert found.values.isnan().flatten().tolist() == [False, True, False]
-        assert found.places[1].item() == 0
-        assert torch.equal(found.places[::2], values[::2].argmax(-1, keepdim=True))
+        assert found.indices[1].item() == 0
+        assert torch.equal(found.indices[::2], values[::2].argmax(-1, keepdim=True))
 
 
 def test_what_the_kernel_does_not_take_goes_to_torch():
     values = torch.randn(2, 3, 200, generator=torch.Generator().manual_seed(0))
     wanted = values.max(-1, keepdim=True)
     # Another dtype, rows that are not side by side, and no rows at all.
-    assert torch.equal(largest(values.double(), 1).places, wanted.indices)
-    assert torch.equal(largest(values[:, ::2], 1).places, wanted.indices[:, ::2])
-    assert largest(values[:, :0], 1).places.shape == (2, 0, 1)
+    assert torch.equal(largest(values.double(), 1).indices, wanted.indices)
+    assert torch.equal(largest(values[:, ::2], 1).indices, wanted.indices[:, ::2])
+    assert largest(values[:, :0], 1).indices.shape == (2, 0, 1)
     assert torch.equal(largest(values, 100).values, values.topk(100).values)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from draftsmith.core.prompts import Chat, prompt_hash, read_prompts
+from draftsmith.core.chats import Chat
+from draftsmith.core.prompts import prompt_hash, read_prompts
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import answer_text, answered_turns, turn_prompt
@@ -90,7 +91,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
     rows: list[dict[str, list[int]]] = []
     for (asked, _), ids in zip(turns, answers, strict=False):
         history = [*history, {"role": "user", "content": asked}]
-        prompt = turn_prompt(chat, texts, tokenizer, "here") or []
+        prompt = turn_prompt(chat, texts, tokenizer) or []
         rows.append({"prompt_ids": prompt, "response_ids": [*ids, 1]})
         encoded: Any = tokenizer.apply_chat_template(
             history, add_generation_prompt=True, return_dict=True
@@ -98,7 +99,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
         assert prompt == list(encoded["input_ids"])
         texts.append(answer_text(tokenizer, [*ids, 1]))
         history = [*history, {"role": "assistant", "content": texts[-1]}]
-    assert turn_prompt(chat, texts, tokenizer, "here") is None
+    assert turn_prompt(chat, texts, tokenizer) is None
     # What is trained on is each token that the target drew, where it drew it, and nothing else.
     valid = np.array([len(row["response_ids"]) for row in rows])
     examples = Examples(datasets.Dataset.from_list(rows), 4096, valid, valid, 0, "", 0, frozenset())
@@ -125,10 +126,10 @@ def test_tool_calls_and_their_results_stay(tokenizer):
     )
     chat = Chat(messages, [{"type": "function", "function": {"name": "weather", "parameters": {}}}])
     assert answered_turns(chat) == [3, 5]
-    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or []))
+    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer) or []))
     assert first.startswith('<s>Tools: [{"type"') and '"arguments": {"place": "Oslo"}' in first
     assert first.endswith("<|output|>dry<|Assistant|><think>\n")
-    second = str(tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer, "here") or []))
+    second = str(tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer) or []))
     # The template drops the thinking of the earlier answer.
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
 
@@ -139,9 +140,9 @@ def test_a_turn_that_goes_on_is_asked_once(tokenizer):
     said = [("user", "Hi"), ("assistant", "Yo"), ("user", "Who?"), ("assistant", "I am")]
     messages = tuple({"role": role, "content": text} for role, text in said)
     chat = Chat(messages, None, {"continue_final_message": True})
-    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer, "here") or []))
+    first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer) or []))
     assert "Yo" in first and first.endswith("I am")
-    assert turn_prompt(chat, ["."], tokenizer, "here") is None
+    assert turn_prompt(chat, ["."], tokenizer) is None
 
 
 def test_thinking_is_switched_off_by_the_template(words, door, target_dir):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from draftsmith.core.asked_hash import Groups
-from draftsmith.core.prompts import Chat, Prompt
+from draftsmith.core.chats import Chat
+from draftsmith.core.prompts import Prompt
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, signs
 from draftsmith.eval.groups import groups_of

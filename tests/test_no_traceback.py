@@ -16,12 +16,12 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
 from draftsmith import __main__
-from draftsmith.core.chats import ChatRefused, Template
+from draftsmith.core.chats import Chat, ChatRefused, Template
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.signals import limited
 from draftsmith.core.tokenization import encode, load_tokenizer
-from draftsmith.distill.manifest import finish
+from draftsmith.distill.manifest import _finish
 
 ROOT = Path(__file__).parents[1]
 ENDLESS = (
@@ -83,7 +83,7 @@ def test_a_last_line_that_is_half_written_is_said_to_grow(tmp_path, tokenizer, e
 def test_whatever_a_template_raises_is_a_refusal(target_dir, template):
     tokenizer = load_tokenizer(target_dir, chat_template=template)
     with pytest.raises(ChatRefused, match="the chat template refuses it"):
-        Template(tokenizer).prompt([{"role": "user", "content": "a"}])
+        Template(tokenizer).prompt(Chat([{"role": "user", "content": "a"}]))
 
 
 def test_a_template_without_end_is_refused_before_the_work(door, target_dir, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_template_without_end_is_refused_before_the_work(door, target_dir, mon
     tokenizer = load_tokenizer(target_dir, chat_template=some)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(ChatRefused, match="does not end within"):
-        Template(tokenizer).prompt([*turns, turns[0]])
+        Template(tokenizer).prompt(Chat([*turns, turns[0]]))
 
 
 def test_a_bound_ends_with_its_block_and_is_for_the_main_thread():
@@ -150,9 +150,9 @@ def test_an_out_that_is_deleted_meanwhile_is_one_line(
 
     def finish_what_is_gone(*words: Any) -> None:
         shutil.rmtree(out)
-        finish(*words)
+        _finish(*words)
 
-    monkeypatch.setattr("draftsmith.distill.generate.finish", finish_what_is_gone)
+    monkeypatch.setattr("draftsmith.distill.manifest._finish", finish_what_is_gone)
     words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 4]
     refused = door.refused(*words, "--out", out, code=1)
     assert "part-00000.parquet: was deleted while the run wrote; run it again" in refused

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from draftsmith.core.chats import Chat
 from draftsmith.core.errors import InputError
-from draftsmith.core.prompts import Chat, Prompt
+from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines.server import Completion
 from draftsmith.serving import running_server

@@ -88,9 +88,9 @@ def test_a_moved_run_shows_where_its_files_are_now(out, tmp_path):
 
 def test_a_run_that_goes_on_elsewhere_records_its_new_places(tmp_path):
     begun, moved = tmp_path / "begun", tmp_path / "moved"
-    assert not claim(begun, {"steps": 2}, places={"data": "old"})
+    assert not claim(begun, {"steps": 2}, by_content={"data": "old"})
     begun.rename(moved)
-    assert claim(moved, {"steps": 2}, places={"data": "new"})
+    assert claim(moved, {"steps": 2}, by_content={"data": "new"})
     record = json.loads((moved / "run.json").read_text())
     assert record["places"] == {"data": "new", "out": str(moved)}
 

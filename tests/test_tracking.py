@@ -19,6 +19,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decision import decide
 from draftsmith.eval.results import Results
 from draftsmith.eval.tracking import track
+from draftsmith.train.tracking import log_again
 from tests.results_made_up import BASE, BOTH, made_up
 from tests.train_laws import BEFORE, metrics
 
@@ -94,7 +95,7 @@ def test_steps_that_the_run_lacks_are_logged_again():
     tracker = MagicMock(tracker=MagicMock(step=2))
     tracker.name = "wandb"
     lines = [json.dumps({"step": step, "loss": step, "heldout_tau_2": 1}) for step in range(4)]
-    wandb_runs.log_again(MagicMock(trackers=[tracker]), lines)
+    log_again(MagicMock(trackers=[tracker]), lines)
     assert tracker.log.mock_calls == [
         call({"train/loss": step, "heldout/tau_2": 1}, step=step) for step in (2, 3)
     ]

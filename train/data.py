@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.core.asked_hash import earlier_turns, group_ranks
-from draftsmith.core.errors import InputError, without_place
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import hash_json, read_json, read_manifest, sha256_file
 from draftsmith.core.prompt_rows import iterate_records, parse_record
 from draftsmith.core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
@@ -232,11 +232,10 @@ def _text(
     chats = 0
     for record in iterate_records(source):
         rows += 1
-        where = f"{source}:{record.number}"
         try:
-            row = parse_record(record, source)
+            row = parse_record(record)
             if any(row.get(key) is not None for key in ANSWER_KEYS):
-                cut = answers(row, where, tokenizer, ends, thinking=thinking)
+                cut = answers(row, tokenizer, ends, thinking=thinking)
                 chats += 1
                 for answer in cut.kept:
                     prompts.append(answer.prompt_ids)
@@ -244,11 +243,11 @@ def _text(
                     asked.append(f"{answer.asked:016x}")
                     whole.append(content_id(cut.kept[-1].prompt_ids))
                 for reason in cut.left_out:
-                    left_out.add(record.number, reason.removeprefix(f"{where}: "))
+                    left_out.add(record.number, reason)
             else:
-                stream += _document(row, where, tokenizer)
+                stream += _document(row, tokenizer)
         except InputError as error:
-            skipped.add(record.number, without_place(error, where))
+            skipped.add(record.number, str(error))
     lines = skipped.lines(f"of {rows} rows skipped")
     for line in lines:
         log.warning("%s: %s", source, line)
@@ -269,10 +268,10 @@ def _text(
     return _Source(table, hash_json([prompts, responses, blocks]))
 
 
-def _document(row: Row, where: str, tokenizer: Tokenizer) -> list[int]:
+def _document(row: Row, tokenizer: Tokenizer) -> list[int]:
     text = row.get("text")
     if not isinstance(text, str):
-        raise InputError(f"{where}: needs `text`, or one of the keys {', '.join(ANSWER_KEYS)}")
+        raise InputError(f"needs `text`, or one of the keys {', '.join(ANSWER_KEYS)}")
     return with_eos(encode_text(tokenizer, text), tokenizer)
 
 

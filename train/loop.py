@@ -20,7 +20,6 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
 from draftsmith.core.signals import StopSignal
-from draftsmith.core.wandb_runs import curve_names, log_again
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.stats import independent_tau
 from draftsmith.train import checkpoint, parallel
@@ -29,6 +28,7 @@ from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.optimizer import learning_rate, make_optimizer
 from draftsmith.train.parallel import Copies
+from draftsmith.train.tracking import curve_names, log_again
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.world import World
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core import wandb_runs
 from draftsmith.core.devices import attention_of_any_length
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import check_push, pushed
@@ -45,10 +44,11 @@ from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
+from draftsmith.core.wandb_runs import check_tracker
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
-from draftsmith.train import checkpoint, draft_setup
+from draftsmith.train import checkpoint, draft_setup, tracking
 from draftsmith.train.batches import collate
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import (
@@ -122,7 +122,7 @@ def train(
             record = read_record(out)
         else:
             settings = job.identity["config"] | known_by_content(config)
-            wandb_runs.start(
+            tracking.start(
                 job.world.accelerator,
                 out,
                 job.identity | {"config": settings},
@@ -190,7 +190,7 @@ def _load_job(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
     objective = parse_objective(config.objective, config.temperature)
     if loss is not None:
         objective = custom_objective(loss, config.temperature)
-    wandb_runs.check_tracker(config.tracker)
+    check_tracker(config.tracker)
     world = make_world(config)
     config = replace(config, optim=_with_name(config, zero=world.zero))
     tokenizer = _tokenizer(config)
@@ -354,7 +354,7 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         checkpoint.publish(job, write_files, record)
 
     on_main(write)
-    wandb_runs.finish(job.world.accelerator, record, Path(config.out))
+    tracking.finish(job.world.accelerator, record, Path(config.out))
     return record
 
 

@@ -25,7 +25,7 @@ def shuffled(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
 def pieces(source: Path, characters: int = 400) -> list[dict[str, str]]:
     """Rows of text: of long ones every `characters`, of chats all turns together."""
     found = []
-    for _, row in iterate_rows(str(source)):
+    for row in iterate_rows(str(source)):
         turns = [row["text"]] if "text" in row else [turn["content"] for turn in row["messages"]]
         text = "\n\n".join(turns)
         end = max(1, len(text) - characters // 2)

@@ -227,8 +227,7 @@ def write_prompts(study: Study) -> None:
         return
 
     def rows(name: str) -> list[JsonObject]:
-        file = texts / f"{name}.jsonl"
-        return [row for _, row in iterate_rows(str(file))]
+        return list(iterate_rows(str(texts / f"{name}.jsonl")))
 
     chats = rows("alpaca")
     heldout = max(1, len(chats) // 10)

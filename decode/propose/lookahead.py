@@ -164,6 +164,6 @@ class LookaheadSession(TextSession):
             ends.append([drafted.indices[end] for end in row.ends])
         ends_BW = torch.tensor(ends, device=device)
         rows_B1 = torch.arange(len(ends), device=device).unsqueeze(1)
-        best_BW = largest(outcome.p_BMV[rows_B1, ends_BW], 1).places[..., 0]
+        best_BW = largest(outcome.p_BMV[rows_B1, ends_BW], 1).indices[..., 0]
         for row, answers, emitted in zip(self.rows, best_BW.tolist(), outcome.tokens, strict=True):
             row.advance(answers, emitted)

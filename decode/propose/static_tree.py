@@ -219,12 +219,12 @@ class StaticTreeSession(Session):
             best = largest(logits_B1V[:, 0], 1)
             highest += best.values.flatten().tolist()
             drafted.append([])
-            for (token,), confidence in zip(best.places.tolist(), confidence_B, strict=True):
+            for (token,), confidence in zip(best.indices.tolist(), confidence_B, strict=True):
                 drafted[-1].append(token if confidence >= stop else -1)
             if depth + 1 == len(self.plan.levels):
                 break
             if stop:
-                sure_B1 = network.confidence(best.places)
+                sure_B1 = network.confidence(best.indices)
                 if sure_B1 is None:
                     believed_B1V = logits_B1V.float().softmax(-1)
                     sure_B1 = believed_B1V.amax(-1)
@@ -236,7 +236,7 @@ class StaticTreeSession(Session):
             # accepted, it is already in the cache.
             self._forwarded += 1
             block = self.plan.block(depth + 1, network.width)
-            logits_B1V = network.extend(Frontier(best.places, level.parents_1e, block))
+            logits_B1V = network.extend(Frontier(best.indices, level.parents_1e, block))
         roots = [-1] * len(confidence_B)
         tokens_MB = torch.tensor([roots, *drafted])
         finite = torch.tensor(isfinite(sum(highest)))
@@ -407,7 +407,7 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
     gave.
     """
     if count == 1 and drafts == 1:
-        return largest(logits, 1).places
+        return largest(logits, 1).indices
     if drafts > 1:
         left = logits.unflatten(-2, (-1, drafts)).clone()
         picks: list[Tensor] = []

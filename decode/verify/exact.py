@@ -41,7 +41,7 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     """
     widths = proposal.tree.widths
     path = Path(proposal, p_BMV)
-    best_BM = largest(p_BMV, 1).places[..., 0] if u_BU is None else None
+    best_BM = largest(p_BMV, 1).indices[..., 0] if u_BU is None else None
     last_B = path.at_B
     for depth in range(len(widths) + 1):
         if known_empty(path.walking_B):

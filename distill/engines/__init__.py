@@ -3,10 +3,11 @@ engine is chosen.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
+from pydantic import Base64Bytes
 from transformers import GenerationConfig
 
 from draftsmith.core.chats import end_of_answer
@@ -37,15 +38,12 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to generate.
-
-    seed: of the only generator that the answer draws from. temperature: overrides the engine's.
-    """
+    """One answer to generate. seed: of the only generator that the answer draws from."""
 
     key: Key
     prompt_ids: tuple[int, ...]
     seed: int
-    temperature: float | None = None
+    sampling: Sampling
 
     @property
     def conversation(self) -> tuple[int, int]:
@@ -59,13 +57,13 @@ class Answer:
 
     tokens_from: `target`; `text` if a server returned text that was encoded again; `text_differs`
     if those ids cannot be the ones that the target drew. teacher: packed teacher rows, if the
-    options ask for them.
+    options ask for them; in JSON as base64.
     """
 
     response_ids: tuple[int, ...]
     finish_reason: str
     tokens_from: str = "target"
-    teacher: bytes | None = None
+    teacher: Base64Bytes | None = None
 
 
 @dataclass(frozen=True)
@@ -132,18 +130,13 @@ ENGINES: dict[str, Maker] = {
 }
 
 
-def at_temperature(sampling: Sampling, temperature: float | None) -> Sampling:
-    """Return `sampling` with a request's own temperature, if it has one."""
-    return sampling if temperature is None else replace(sampling, temperature=temperature)
-
-
 def sampling_of(config: DistillConfig, target: HasGenerationConfig) -> ResolvedSampling:
     """Resolve sampling: options first, then the target's generation config, then temperature 1."""
     options = sampling_options(config)
     mixture = config.mixture()
     if mixture:
         options["temperature"] = max(part.temperature for part in mixture)
-    return resolve_sampling(config.target, target, **options, default_temperature=1.0)
+    return resolve_sampling(config.target, target, options, default_temperature=1.0)
 
 
 class RemoteTarget:

@@ -11,7 +11,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
 from draftsmith.core.prompts import room_for_prompts
 from draftsmith.core.sampling import generator
-from draftsmith.core.settings import loading
+from draftsmith.core.settings import Sampling, loading
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.decode import SpeculativeDecoder, take_over
 from draftsmith.distill.config import DistillConfig
@@ -21,7 +21,6 @@ from draftsmith.distill.engines import (
     AnswerRequest,
     Done,
     Engine,
-    at_temperature,
     sampling_of,
 )
 from draftsmith.distill.score import score
@@ -58,12 +57,12 @@ class HFEngine(Engine):
         place of one that has ended.
         """
         for group in groups:
-            temperatures = {request.temperature for request in group}
-            for temperature in sorted(temperatures, key=lambda value: value or 0.0):
-                requests = [request for request in group if request.temperature == temperature]
-                self._ask(requests, temperature, done)
+            mixture = {request.sampling for request in group}
+            for sampling in sorted(mixture, key=lambda each: each.temperature):
+                requests = [request for request in group if request.sampling == sampling]
+                self._ask(requests, sampling, done)
 
-    def _ask(self, requests: list[AnswerRequest], temperature: float | None, done: Done) -> None:
+    def _ask(self, requests: list[AnswerRequest], sampling: Sampling, done: Done) -> None:
         # Longest first: rows that share a batch are of like lengths, so that little is computed for
         # padding, and what a batch needs in memory is known with its first rows. The next turns of
         # chats find their place among them.
@@ -74,7 +73,6 @@ class HFEngine(Engine):
             return [(request, request.prompt_ids, generator(request.seed)) for request in taken]
 
         decode = self._decoder.continuous
-        sampling = at_temperature(self.sampling.sampling, temperature)
         answers = decode(next_rows, self._batch_size, sampling, self._max_new_tokens, self._eos_ids)
         for request, generation in answers:
             ids = tuple(generation.output_ids)

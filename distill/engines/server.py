@@ -32,11 +32,10 @@ from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling
 from draftsmith.core.teacher_rows import pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
-from draftsmith.distill.engines import Answer, AnswerRequest, Key, at_temperature
+from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
 
 _LIST_TIMEOUT_S = 30.0
-_TRIAL = AnswerRequest(Key(0, 0, 0), (), seed=1)
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
 # not understood.
 _TRIAL_TOKENS = 16
@@ -121,7 +120,7 @@ class Dialect:
 
     def body(self, completion: Completion, request: AnswerRequest) -> JsonObject:
         """Return the JSON to post. Seeds are cut to 31 bits, which all servers take."""
-        sampling = at_temperature(completion.sampling, request.temperature)
+        sampling = request.sampling
         body: JsonObject = {
             "model": completion.model,
             "temperature": sampling.temperature,
@@ -310,7 +309,8 @@ class Server:
         owners: who serves, as /models says; empty if it was not asked. Raise InputError if no
         dialect works or the server cannot draw from the distribution that the options ask for.
         """
-        request = replace(_TRIAL, prompt_ids=tuple(encode_text(completion.tokenizer, "The")))
+        ids = tuple(encode_text(completion.tokenizer, "The"))
+        request = AnswerRequest(Key(0, 0, 0), ids, seed=1, sampling=completion.sampling)
         trial = replace(completion, max_new_tokens=_TRIAL_TOKENS, ignore_eos=False)
         reason = ""
         for dialect in _candidates(completion, owners):
@@ -348,8 +348,8 @@ class Server:
         dialect: Dialect,
     ) -> None:
         """Raise InputError if the server's log-probabilities follow from the options."""
-        sharp = replace(trial, sampling=_SHARP, max_new_tokens=1)
-        answered = await self.ask(client, sharp, request, dialect)
+        sharp = replace(request, sampling=_SHARP)
+        answered = await self.ask(client, replace(trial, max_new_tokens=1), sharp, dialect)
         assert answered.answer.teacher is not None
         tail_R = unpack(answered.answer.teacher).tail_R
         # A row of nearly the whole vocabulary has nearly all of the mass anyway.

@@ -1,7 +1,7 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -19,7 +19,6 @@ from draftsmith.distill.engines import (
     Engine,
     Failed,
     RemoteTarget,
-    at_temperature,
     sampling_of,
 )
 
@@ -99,12 +98,8 @@ class VLLMEngine(Engine):
         return outputs
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
-        sampling = at_temperature(self.sampling.sampling, request.temperature)
         return SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
+            **asdict(request.sampling),
             seed=request.seed,
             max_tokens=self._max_new_tokens,
             stop_token_ids=self._stop_ids,

@@ -87,7 +87,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     prompts = _read(config, models, config.prompts, "distill", most)
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         _read(config, models, source, "eval", 1000)
-    _, first = next(iterate_rows(config.prompts))
+    first = next(iterate_rows(config.prompts))
     ids = [prompt.ids for prompt in prompts.prompts]
     read = read_per_token(target)
     vocabulary = vocabulary_size(target)
@@ -114,7 +114,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         sampling=resolve_sampling(
             config.target,
             target,
-            temperature=config.distill.temperature,
+            {"temperature": config.distill.temperature},
             default_temperature=1.0,
         ),
         fresh_head=draft is None,

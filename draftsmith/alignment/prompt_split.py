@@ -3,7 +3,7 @@
 from itertools import islice
 from pathlib import Path
 
-from draftsmith.core.asked_hash import group_ranks
+from draftsmith.core.asked_hash import asked_in_chat, group_ranks
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import (
     first_damaged,
@@ -31,7 +31,8 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     for prompt in read.prompts:
         keys.append(prompt.hashes)
         if prompt.chat is not None:
-            keys[-1] += [prompt.chat.asked(place) for place in prompt.chat.answered()]
+            chat = prompt.chat
+            keys[-1] += [asked_in_chat(chat.first(turns)) for turns in chat.answered()]
     ranks = group_ranks(keys)
     count = min(count, max(ranks))
     skipped = {skip.row for skip in read.skipped}
@@ -42,7 +43,7 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
         if row.number in skipped:
             continue
         prompt, rank = next(used)
-        asked = asked_of(parse_record(row, source))
+        asked = asked_of(parse_record(row))
         side = heldout if rank < count else train
         side.append({"id": prompt.id, "domain": prompt.domain, **asked})
     if not (directory / _RECORD).exists():

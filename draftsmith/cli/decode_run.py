@@ -56,7 +56,7 @@ def decode(config: DecodeConfig) -> Outcome:
     prompts = _prompts(config, pair)
     for line in prompts.skipped_lines():
         _say(line)
-    resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
     sampling = resolved.sampling
     drawn = dataclasses.asdict(sampling)
     requests = list(product(prompts.prompts, range(config.num_samples)))

@@ -4,36 +4,31 @@ Tokens change with the chat template and the date that it prints; what is asked 
 one prompt, and turns of one chat, are one group.
 """
 
-import hashlib
-import json
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from draftsmith.core.chats import without_thinking
-from draftsmith.core.io import JsonObject, canonical_json
+from draftsmith.core.chats import Chat, without_thinking
+from draftsmith.core.io import JsonObject, canonical_json, hash_64
+from draftsmith.core.row_formats import from_json
 
 
-def asked_in_chat(
-    turns: Sequence[JsonObject],
-    tools: list[object] | None = None,
-    arguments: Mapping[str, object] | None = None,
-) -> int:
-    """Hash the turns up to an answer, 64 bits. arguments: the row's own, for the template.
+def asked_in_chat(chat: Chat) -> int:
+    """Hash the turns up to an answer, 64 bits, with the tools and what the template is asked for.
 
     A turn counts by its role, its text without thinking or outer spaces, and its tool calls
     without their ids.
     """
     said = []
-    for turn in turns:
+    for turn in chat.messages:
         calls = [_call(call["function"]) for call in turn.get("tool_calls") or ()]
         said.append([turn["role"], without_thinking(turn)["content"].strip(), calls])
-    return _hash_64([said, tools or [], arguments or {}])
+    return _hash([said, chat.tools or [], chat.arguments])
 
 
 def asked_in_text(text: str) -> int:
     """Hash a text that the target goes on from, 64 bits. A chat that says the same is another."""
-    return _hash_64(text.strip())
+    return _hash(text.strip())
 
 
 class Groups:
@@ -78,7 +73,7 @@ def group_ranks(keys_of_rows: Sequence[Sequence[int]]) -> list[int]:
         members.setdefault(group, set()).add(keys[0])
     hashes: dict[int, int] = {}
     for group, firsts in members.items():
-        hashes[group] = max(firsts) if len(firsts) == 1 else _hash_64(sorted(firsts))
+        hashes[group] = max(firsts) if len(firsts) == 1 else _hash(sorted(firsts))
     ranks = {group: rank for rank, group in enumerate(sorted(hashes, key=hashes.__getitem__))}
     return [ranks[group] for group in groups]
 
@@ -111,14 +106,9 @@ def earlier_turns(
 
 def _call(function: JsonObject) -> list[object]:
     arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
-            pass  # the template will refuse it
-    return [function["name"], arguments]
+    # The template will refuse what is no JSON.
+    return [function["name"], from_json("{}" if arguments == "" else arguments)]
 
 
-def _hash_64(content: object) -> int:
-    digest = hashlib.sha256(canonical_json(content).encode()).digest()
-    return int.from_bytes(digest[:8], "big")
+def _hash(content: object) -> int:
+    return hash_64(canonical_json(content).encode())

@@ -8,20 +8,21 @@ of the target's end tokens. So an answer is spelled, trimmed and ended as the ta
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import TypeAlias
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, at
 from draftsmith.core.io import JsonObject
-from draftsmith.core.row_formats import CONTINUES
+from draftsmith.core.row_formats import ARGUMENTS, CONTINUES
 from draftsmith.core.template_date import dated_template
 from draftsmith.core.tokenization import Tokenizer, encode, render, text_with_specials
 
 _warn_once = cache(logging.getLogger(__name__).warning)
 
-Turn = JsonObject
+# With the keys role and content, and others that a chat template reads.
+Turn: TypeAlias = JsonObject
 # A turn's thinking, by the names that templates read: Qwen, GLM, DeepSeek; vLLM; gpt-oss.
 THINKING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Marks around thinking in Qwen 3, DeepSeek R1 and models distilled from them.
@@ -39,95 +40,134 @@ class ChatRefused(InputError):
 
 
 @dataclass(frozen=True)
+class Chat:
+    """A conversation with all its turns, the assistant's too, and the tools that it may call.
+
+    arguments: what it asks of the chat template, such as `reasoning_effort`; they reach it as they
+    do on a server.
+    """
+
+    messages: Sequence[Turn]
+    tools: list[object] | None = None
+    arguments: JsonObject = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, row: JsonObject) -> "Chat":
+        """Return the chat of a row with `messages`."""
+        return cls(tuple(row["messages"]), row.get("tools") or None, row.get(ARGUMENTS) or {})
+
+    def first(self, turns: int) -> "Chat":
+        """Return its first turns; without the last one for -1."""
+        return replace(self, messages=self.messages[:turns])
+
+    def question(self) -> "Chat":
+        """Return it without a final assistant turn, unless the target is to go on with that. Raise
+        InputError if nothing is left.
+        """
+        if self.messages[-1]["role"] != "assistant" or self.arguments.get(CONTINUES):
+            return self
+        if len(self.messages) == 1:
+            raise InputError("key 'messages': holds only an assistant turn; the prompt is missing")
+        return self.first(-1)
+
+    @property
+    def asks_once(self) -> bool:
+        """Whether it asks for something else than the next turn: what no earlier turn asks."""
+        return bool(self.arguments.keys() & {CONTINUES, "add_generation_prompt"})
+
+    def answered(self) -> list[int]:
+        """Indices of the assistant's turns behind the first user's."""
+        roles = [message["role"] for message in self.messages]
+        first = roles.index("user") if "user" in roles else len(roles)
+        return [index for index in range(first, len(roles)) if roles[index] == "assistant"]
+
+
+@dataclass(frozen=True)
 class Exchange:
     """An answer behind its prompt, as token ids; the answer ends with the target's end token.
 
-    text: what a chat template wrote of the answer, without its end.
+    text: what a chat template wrote of the answer, without its end. asked: hash of what the prompt
+    asks.
     """
 
     prompt_ids: list[int]
     answer_ids: list[int]
     text: str = field(default="", compare=False)
+    asked: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A tokenizer's chat template, the tools of a chat, and the switch for thinking.
-
-    thinking: None leaves the switch as the template has it. arguments: the row's own, which reach
-    the template as they do on a server.
+    """A tokenizer's chat template, and the switch for thinking; None leaves it as the template
+    has it.
     """
 
     tokenizer: Tokenizer
-    tools: list[object] | None = None
     thinking: bool | None = None
-    arguments: JsonObject = field(default_factory=dict)
 
-    def prompt(self, turns: Sequence[Turn]) -> str:
+    def prompt(self, chat: Chat) -> str:
         """Return the text up to where an answer begins.
 
         Raise ChatRefused if the template refuses, or leaves all of an earlier turn out.
         """
-        self._check_history(turns)
-        return self._prompt(turns)
+        self._check_history(chat)
+        return self._prompt(chat)
 
-    def chat(self, turns: Sequence[Turn]) -> str:
+    def whole(self, chat: Chat) -> str:
         """Return the text of a chat with its answer; ChatRefused if the template refuses."""
         whole = {"add_generation_prompt": False, CONTINUES: False}
-        return self._render(turns, self.arguments | whole)
+        return self._render(chat, chat.arguments | whole)
 
-    def _prompt(self, turns: Sequence[Turn]) -> str:
-        begins = {"add_generation_prompt": not self.arguments.get(CONTINUES)}
-        return self._render(turns, begins | self.arguments)
+    def _prompt(self, chat: Chat) -> str:
+        begins = {"add_generation_prompt": not chat.arguments.get(CONTINUES)}
+        return self._render(chat, begins | chat.arguments)
 
-    def _check_history(self, turns: Sequence[Turn]) -> None:
+    def _check_history(self, chat: Chat) -> None:
         """Refuse a chat whose calls, or thoughts without a text, the template does not write."""
         marked = []
         marks: dict[str, str] = {}
-        for number, turn in enumerate(turns, 1):
+        for number, turn in enumerate(chat.messages, 1):
             mark = f"mark_{number}_"
-            if calls := turn.get("tool_calls"):
-                names = [f"{mark}{place}_" for place in range(len(calls))]
-                marks |= dict.fromkeys(names, f"tool calls of turn {number}")
-                renamed = [_renamed(call, name) for call, name in zip(calls, names, strict=True)]
-                turn = turn | {"tool_calls": renamed}
+            if turn.get("tool_calls"):
+                calls: list[JsonObject] = []
+                for call in turn["tool_calls"]:
+                    name = f"{mark}{len(calls)}_"
+                    marks[name] = f"tool calls of turn {number}"
+                    calls.append({**call, "function": {**call["function"], "name": name}})
+                turn = turn | {"tool_calls": calls}
             elif not turn["content"].strip() and THINKING_KEYS[0] in turn:
                 marks[mark] = f"thinking of turn {number}, which has no text"
                 turn = turn | dict.fromkeys(THINKING_KEYS, mark)
             marked.append(turn)
-        if marks:
-            text = self._prompt(marked)
-            for mark, what in marks.items():
-                if mark not in text:
-                    raise ChatRefused(f"the chat template does not write the {what}")
+        text = self._prompt(replace(chat, messages=marked)) if marks else ""
+        for mark, what in marks.items():
+            if mark not in text:
+                raise ChatRefused(f"the chat template does not write the {what}")
 
-    def _render(self, turns: Sequence[Turn], arguments: JsonObject) -> str:
+    def _render(self, chat: Chat, arguments: JsonObject) -> str:
         if self.tokenizer.chat_template is None:
             raise ChatRefused(
                 "the tokenizer has no chat template; name one with --chat_template FILE"
             )
-        for turn in turns:
+        for turn in chat.messages:
             self._check_role(turn["role"])
-        switch: Any = {} if self.thinking is None else dict.fromkeys(_SWITCH, self.thinking)
         effort = arguments.get("reasoning_effort")
         if effort is not None:  # as vLLM, for templates that have the switch alone
             arguments = {_SWITCH[0]: effort != "none"} | arguments
-        for name in self.arguments:
+        if self.thinking is not None:
+            arguments |= dict.fromkeys(_SWITCH, self.thinking)
+        for name in chat.arguments:
             if not self.reads(name):
                 _warn_once(f"key {name!r} is ignored; the chat template does not read it")
-        tools: Any = self.tools
-        calls = any(turn.get("tool_calls") for turn in turns)
-        dated = dated_template(self.tokenizer, self.tools)
+        has_calls = any(turn.get("tool_calls") for turn in chat.messages)
+        dated = dated_template(self.tokenizer, chat.tools)
         refusal: Exception | None = None
         # Servers pass arguments as objects; some templates join them to texts.
-        for form in (_as_object, _as_text) if calls else (_as_object,):
+        for as_text in (False, True) if has_calls else (False,):
             try:
+                turns = [_with_arguments(turn, as_text) for turn in chat.messages]
                 rendered = render(
-                    self.tokenizer,
-                    [_with_arguments(turn, form) for turn in turns],
-                    tools=tools,
-                    chat_template=dated,
-                    **arguments | switch,
+                    self.tokenizer, turns, tools=chat.tools, chat_template=dated, **arguments
                 )
                 return self._text_of(rendered)
             # Besides its own errors a template raises whatever Python raises for a turn of a kind
@@ -167,116 +207,74 @@ class Template:
             )
 
 
-def encode_messages(
-    tokenizer: Tokenizer,
-    messages: Sequence[Turn],
-    where: str,
-    tools: list[object] | None = None,
-    arguments: JsonObject | None = None,
-) -> list[int]:
+def encode_messages(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, as a server makes them.
 
-    arguments: the row's own, for the template.
-
-    Raise ChatRefused, beginning with `where`, without a template and for a chat that it refuses.
+    Raise ChatRefused without a template and for a chat that it refuses.
     """
-    return encode_rendered(tokenizer, chat_text(tokenizer, messages, where, tools, arguments))
+    return encode_rendered(tokenizer, chat_text(tokenizer, chat))
 
 
-def chat_text(
-    tokenizer: Tokenizer,
-    messages: Sequence[Turn],
-    where: str,
-    tools: list[object] | None = None,
-    arguments: JsonObject | None = None,
-) -> str:
+def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
     """Return the text that `encode_messages` tokenises; raise ChatRefused as it does."""
-    template = Template(tokenizer, tools, arguments=arguments or {})
-    try:
-        return template.prompt([_one_thinking(turn) for turn in messages])
-    except ChatRefused as error:
-        raise ChatRefused(f"{where}: key 'messages': {error}") from None
+    with at("key 'messages'"):
+        return Template(tokenizer).prompt(_as_read(chat))
 
 
 def exchange(
-    turns: Sequence[Turn],
-    tools: list[object] | None,
-    tokenizer: Tokenizer,
-    ends: Sequence[int],
-    *,
-    thinking: bool = True,
-    arguments: JsonObject | None = None,
+    chat: Chat, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool = True
 ) -> Exchange:
     """Cut a chat that ends with an assistant turn into its prompt and its answer.
 
     ends: the target's end tokens; without any, the tokenizer's EOS. thinking: whether the answer
-    keeps its thinking; if not, the template's switch is off. arguments: the row's own, for the
-    template. Raise ChatRefused with the reason if the template does not write the answer behind the
-    prompt, or leaves a part of it out.
+    keeps its thinking; if not, the template's switch is off. Raise ChatRefused with the reason if
+    the template does not write the answer behind the prompt, or leaves a part of it out.
     """
-    arguments = arguments or {}
-    if arguments.get(CONTINUES):
+    if chat.arguments.get(CONTINUES):
         raise ChatRefused(f"the row has no answer: its last turn is to go on ({CONTINUES})")
-    turns = [_one_thinking(turn) if thinking else without_thinking(turn) for turn in turns]
-    answer = turns[-1]
+    chat = _as_read(chat, thinking)
+    answer = chat.messages[-1]
     if not ends and tokenizer.eos_token_id is not None:
         ends = (tokenizer.eos_token_id,)
-    templates = [Template(tokenizer, tools, None if thinking else False, arguments)]
+    templates = [Template(tokenizer, None if thinking else False)]
     # A template whose default is to think writes answers without thoughts when its switch is off,
     # and the other way round.
-    if not arguments.keys() & {*_SWITCH, "reasoning_effort"}:
-        templates.append(Template(tokenizer, tools, THINKING_KEYS[0] in answer, arguments))
+    if not chat.arguments.keys() & {*_SWITCH, "reasoning_effort"}:
+        templates.append(Template(tokenizer, THINKING_KEYS[0] in answer))
     for template in templates:
-        prompt, chat = template.prompt(turns[:-1]), template.chat(turns)
-        if chat.startswith(prompt):
-            written = chat[len(prompt) :]
+        prompt = template.prompt(chat.first(-1))
+        whole = template.whole(chat)
+        if whole.startswith(prompt):
+            written = whole.removeprefix(prompt)
             _check_whole(answer, written)
             prompt_ids = encode_rendered(tokenizer, prompt)
             ids = encode_behind(tokenizer, prompt, prompt_ids, written)
-            for place, token in enumerate(ids):
+            for length, token in enumerate(ids, 1):
                 if token in ends:
                     text = written.partition(text_with_specials(tokenizer, [token]))[0]
-                    return Exchange(prompt_ids, ids[: place + 1], text)
+                    return Exchange(prompt_ids, ids[:length], text)
             # Such templates (GLM) let an answer end with the mark of whoever speaks next.
             text = _without_separator(answer, written)
             ids = encode_behind(tokenizer, prompt, prompt_ids, text)
-            end = _end_before_next(template, turns, ends)
+            end = _end_before_next(template, chat, ends)
             return Exchange(prompt_ids, ids if end is None else [*ids, end], text)
     raise ChatRefused("the chat template does not write this answer behind the prompt of a server")
 
 
-def exchanges(
-    turns: Sequence[Turn],
-    places: Sequence[int],
-    tools: list[object] | None,
-    tokenizer: Tokenizer,
-    ends: Sequence[int],
-    *,
-    thinking: bool = True,
-    arguments: JsonObject | None = None,
-) -> list[Exchange | ChatRefused]:
-    """Cut a chat at each of these assistant turns as `exchange` does, with the turns before it.
+def exchange_at(
+    chat: Chat, index: int, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool = True
+) -> Exchange:
+    """Cut a chat at one of its assistant turns as `exchange` does, with the turns before it.
 
-    The reason stands in place of a turn that the template refuses, or that it writes otherwise
-    once the chat goes on: of such a turn a chat may keep less than the target wrote.
+    Raise ChatRefused also for a turn that the template writes otherwise once the chat goes on: of
+    such a turn a chat may keep less than the target wrote.
     """
-    cuts: list[Exchange | ChatRefused] = []
-    for place in places:
-        asked = turns[: place + 1]
-        try:
-            cut = exchange(asked, tools, tokenizer, ends, thinking=thinking, arguments=arguments)
-            if place + 1 < len(turns):
-                known = [
-                    _one_thinking(turn) if thinking else without_thinking(turn) for turn in turns
-                ]
-                switch = None if thinking else False
-                whole = Template(tokenizer, tools, switch, arguments or {}).chat(known)
-                if cut.text.strip() not in whole:
-                    raise ChatRefused("the chat template rewrites it once the chat goes on")
-            cuts.append(cut)
-        except ChatRefused as error:
-            cuts.append(error)
-    return cuts
+    cut = exchange(chat.first(index + 1), tokenizer, ends, thinking=thinking)
+    if index + 1 < len(chat.messages):
+        template = Template(tokenizer, None if thinking else False)
+        if cut.text.strip() not in template.whole(_as_read(chat, thinking)):
+            raise ChatRefused("the chat template rewrites it once the chat goes on")
+    return cut
 
 
 def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -305,9 +303,9 @@ def encode_behind(tokenizer: Tokenizer, prompt: str, prompt_ids: list[int], text
 def end_of_answer(tokenizer: Tokenizer, ends: Sequence[int]) -> int | None:
     """Return the end token that the target writes behind a chat's answer; None without any."""
     if tokenizer.chat_template is not None:
-        question, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
+        answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
-            last = exchange([question, answer], None, tokenizer, ends).answer_ids[-1]
+            last = exchange(Chat(answered), tokenizer, ends).answer_ids[-1]
         except ChatRefused:
             last = None
         if last in ends:
@@ -323,17 +321,18 @@ def _without_separator(answer: Turn, written: str) -> str:
     return written[: written.rindex(text) + len(text)]
 
 
-def _end_before_next(template: Template, turns: Sequence[Turn], ends: Sequence[int]) -> int | None:
+def _end_before_next(template: Template, chat: Chat, ends: Sequence[int]) -> int | None:
     """Return the end token that the template writes between an answer and the next turn."""
-    answer = {key: value for key, value in turns[-1].items() if key not in THINKING_KEYS}
+    *before, answer = chat.messages
+    answer = _spoken(answer)
     following: Turn = {"role": "user", "content": "?"}
     if calls := answer.get("tool_calls"):
         name, call_id = calls[-1]["function"]["name"], calls[-1].get("id", "")
         following = {"role": "tool", "content": "?", "name": name, "tool_call_id": call_id}
     fallback = next(iter(ends), None)
     try:
-        answered = template.chat([*turns[:-1], answer]).rstrip()
-        continued = template.chat([*turns[:-1], answer, following])
+        answered = template.whole(replace(chat, messages=[*before, answer])).rstrip()
+        continued = template.whole(replace(chat, messages=[*before, answer, following]))
     except ChatRefused:
         return fallback
     if not continued.startswith(answered):
@@ -357,44 +356,43 @@ def _check_whole(answer: Turn, written: str) -> None:
         raise ChatRefused("the chat template does not write the answer's text")
 
 
+def _as_read(chat: Chat, thinking: bool = True) -> Chat:
+    """Give each turn's thinking under every name that templates read, or leave it out."""
+    read = _one_thinking if thinking else without_thinking
+    return replace(chat, messages=list(map(read, chat.messages)))
+
+
 def _one_thinking(turn: Turn) -> Turn:
-    """Give a turn's thinking under every name that templates read."""
     thoughts = [turn[key] for key in THINKING_KEYS if str(turn.get(key) or "").strip()]
-    rest = {key: value for key, value in turn.items() if key not in THINKING_KEYS}
+    rest = _spoken(turn)
     return rest | dict.fromkeys(THINKING_KEYS, thoughts[0]) if thoughts else rest
+
+
+def _spoken(turn: Turn) -> Turn:
+    return {key: value for key, value in turn.items() if key not in THINKING_KEYS}
 
 
 def without_thinking(turn: Turn) -> Turn:
     """Return a turn without its thinking, which stands under a key or between marks in its text."""
-    rest = {key: value for key, value in turn.items() if key not in THINKING_KEYS}
+    rest = _spoken(turn)
     if turn["role"] == "assistant" and _CLOSE in turn["content"]:
         rest["content"] = turn["content"].rpartition(_CLOSE)[2].lstrip()
     return rest
 
 
-def _renamed(call: JsonObject, name: str) -> JsonObject:
-    return {**call, "function": {**call["function"], "name": name}}
-
-
-def _with_arguments(turn: Turn, form: Callable[[object], object]) -> Turn:
-    if not turn.get("tool_calls"):
-        return dict(turn)
+def _with_arguments(turn: Turn, as_text: bool) -> Turn:
+    """Give the arguments of a turn's calls as objects or as texts."""
     calls = []
-    for call in turn["tool_calls"]:
-        function = dict(call["function"])
-        function["arguments"] = form(function.get("arguments", {}))
-        calls.append({**call, "function": function})
-    return {**turn, "tool_calls": calls}
-
-
-def _as_object(arguments: object) -> object:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        raise ChatRefused("key 'tool_calls': arguments that are text must be valid JSON") from None
-
-
-def _as_text(arguments: object) -> object:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    for call in turn.get("tool_calls") or ():
+        arguments = call["function"].get("arguments", {})
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_text:
+            try:
+                arguments = json.loads(arguments or "{}")
+            except ValueError:
+                raise ChatRefused(
+                    "key 'tool_calls': arguments that are text must be valid JSON"
+                ) from None
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return turn | {"tool_calls": calls} if calls else turn

@@ -74,7 +74,11 @@ def parse(
         put(values, key, None if is_null else typed[key])
     try:
         if "print_config" in typed:
-            _print_config(table, TypeAdapter(partial_of(cls)).validate_python(values))
+            given: JsonObject = TypeAdapter(partial_of(cls)).validate_python(values)
+            filled: JsonObject = {}
+            for option in table.values():
+                put(filled, option.key, value_at(given, option.key, option.default))
+            sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
             raise SystemExit(0)
         for option in table.values():
             if option.required and "." not in option.key and option.key not in values:
@@ -130,16 +134,13 @@ def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
     return f"; did you mean {near}?" if near else "; --help=all lists them"
 
 
-def _recipe(name: str) -> Path:
-    """Return the file, or the package's own: a wheel has recipes under the names of a checkout."""
-    shipped = Path(__file__).parents[1] / name
-    return shipped if name.startswith("configs/") and not Path(name).exists() else Path(name)
-
-
 def _read_file(name: str, table: dict[str, Option], values: JsonObject) -> dict[str, str]:
     """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
     try:
-        text = _recipe(name).read_text(encoding="utf-8")
+        # A wheel has recipes under the names of a checkout.
+        shipped = Path(__file__).parents[1] / name
+        is_shipped = name.startswith("configs/") and not Path(name).exists()
+        text = (shipped if is_shipped else Path(name)).read_text(encoding="utf-8")
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         document = yaml.safe_load(text)
     except OSError as error:
@@ -176,14 +177,6 @@ def _read_file(name: str, table: dict[str, Option], values: JsonObject) -> dict[
 
     read(root, "")
     return lines
-
-
-def _print_config(table: dict[str, Option], values: JsonObject) -> None:
-    """Print the configuration as YAML that `--config` reads."""
-    filled: JsonObject = {}
-    for option in table.values():
-        put(filled, option.key, value_at(values, option.key, option.default))
-    sys.stdout.write(yaml.safe_dump(filled, sort_keys=False, allow_unicode=True))
 
 
 def parser(

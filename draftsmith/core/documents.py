@@ -1,27 +1,23 @@
 """The text that retrieval drafts from."""
 
-import logging
+from functools import partial
 from pathlib import Path
 
-from draftsmith.core.chats import encode_messages
-from draftsmith.core.errors import InputError, without_place
+from draftsmith.core.chats import Chat, encode_messages
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
-from draftsmith.core.prompt_rows import iterate_rows
-from draftsmith.core.reasons import Reasons
-from draftsmith.core.row_formats import ARGUMENTS, KEYS
+from draftsmith.core.prompt_rows import read_rows
+from draftsmith.core.row_formats import KEYS
 from draftsmith.core.tokenization import Tokenizer, encode_text
 
-log = logging.getLogger(__name__)
 
-
-def _tokens(row: JsonObject, tokenizer: Tokenizer, where: str) -> list[int]:
+def _tokens(row: JsonObject, tokenizer: Tokenizer) -> list[int]:
     if row.get("input_ids") is not None:
         return list(row["input_ids"])
     if row.get("response_ids") is not None:
         return [*(row.get("prompt_ids") or []), *row["response_ids"]]
     if row.get("messages") is not None:
-        tools, arguments = row.get("tools") or None, row.get(ARGUMENTS)
-        return encode_messages(tokenizer, row["messages"], where, tools, arguments)
+        return encode_messages(tokenizer, Chat.of(row))
     text = row.get("text") or row.get("prompt") or ""
     return encode_text(tokenizer, text) if text.strip() else []
 
@@ -39,15 +35,7 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
         text = path.read_text(encoding="utf-8", errors="replace")
         documents.append(encode_text(tokenizer, text) if text.strip() else [])
     else:
-        skipped = Reasons()
-        for number, row in iterate_rows(source):
-            where = f"{source}:{number}"
-            try:
-                documents.append(_tokens(row, tokenizer, where))
-            except InputError as error:
-                skipped.add(number, without_place(error, where))
-        for line in skipped.lines("rows skipped"):
-            log.warning("%s: %s", source, line)
+        documents += read_rows(source, partial(_tokens, tokenizer=tokenizer))
     if not any(documents):
         raise InputError(f"{source}: holds no text; a row needs one of the keys {', '.join(KEYS)}")
     return documents

@@ -5,7 +5,8 @@ missing.
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,9 +88,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(words) or type(error).__name__
 
 
-def without_place(error: BaseException, place: str) -> str:
-    """Return an error's message without the place that it begins with, for a list of one place."""
-    return str(error).removeprefix(f"{place}: ")
+@contextmanager
+def at(where: str) -> Iterator[None]:
+    """Let an InputError in the block begin with where its fault is."""
+    try:
+        yield
+    except InputError as error:
+        raise type(error)(f"{where}: {error}") from None
 
 
 def fault(error: Exception) -> str:

@@ -12,7 +12,7 @@ found by trying it on a few tokens, once.
 Legend: B rows, T tokens, N tokens, H hidden size, V vocabulary, S residual streams.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,9 +78,26 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
     if known is None:
         with evaluating(model):
             ids_BT = some_tokens(model, rows=2, tokens=3)
-            with _caught(_lists_end(model)) as calls:
+            lists = [part for part in body(model).modules() if isinstance(part, nn.ModuleList)]
+            # Among the last modules of all lists is the model's last layer.
+            with _caught([part[-1] for part in lists if len(part)]) as calls:
                 out = body(model)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
-        known = _layouts[model] = _layout(model, out.hidden_states, out.last_hidden_state, calls)
+        states: Sequence[Tensor] | None = out.hidden_states
+        last = out.last_hidden_state
+        if not states:
+            raise InputError(f"{type(model).__name__} gives no hidden states, which heads read")
+        # The last layer reads the state before the last. Some leave out the embedding (Mamba):
+        # there it returns that state.
+        layers = [module for module, call in calls.items() if _same(call.returned, states[-2])]
+        layers += [module for module, call in calls.items() if _same(call.read, states[-2])]
+        shape = last.shape[:2]
+        known = _layouts[model] = StateLayout(
+            count=len(states),
+            width=last.shape[-1],
+            streams_first=any(state.dim() == 4 and state.shape[:2] != shape for state in states),
+            last_is_final=_same(states[-1], last),
+            last_layer=layers[-1] if layers else None,
+        )
     return known
 
 
@@ -90,12 +107,6 @@ class _Call:
 
     read: Any
     returned: Any
-
-
-def _lists_end(model: PreTrainedModel) -> list[nn.Module]:
-    """The last modules of all lists of modules, among them the model's last layer."""
-    lists = [part for part in body(model).modules() if isinstance(part, nn.ModuleList)]
-    return [part[-1] for part in lists if len(part)]
 
 
 @contextmanager
@@ -115,28 +126,6 @@ def _caught(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
             handle.remove()
 
 
-def _layout(
-    model: PreTrainedModel,
-    states: Sequence[Tensor] | None,
-    last: Tensor,
-    calls: Mapping[nn.Module, _Call],
-) -> StateLayout:
-    if not states:
-        raise InputError(f"{type(model).__name__} gives no hidden states, which heads read")
-    shape = last.shape[:2]
-    # The last layer reads the state before the last. Some leave out the embedding (Mamba): there it
-    # returns that state.
-    layers = [module for module, call in calls.items() if _same(call.returned, states[-2])]
-    layers += [module for module, call in calls.items() if _same(call.read, states[-2])]
-    return StateLayout(
-        count=len(states),
-        width=last.shape[-1],
-        streams_first=any(state.dim() == 4 and state.shape[:2] != shape for state in states),
-        last_is_final=_same(states[-1], last),
-        last_layer=layers[-1] if layers else None,
-    )
-
-
 def _same(a: Any, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.shape == b.shape and torch.equal(a.to(b.device), b)
 
@@ -146,8 +135,9 @@ def some_tokens(model: PreTrainedModel, rows: int, tokens: int) -> Tensor:
     images and sound that need an input.
     """
     size = int(model.config.get_text_config(decoder=True).vocab_size)
-    places = torch.arange(rows * tokens, device=model.device).view(rows, tokens)
-    return size // 7 + places * max(size // 2 // (rows * tokens), 1) % max(size // 2, 1)
+    numbers = torch.arange(rows * tokens, device=model.device).view(rows, tokens)
+    step = max(size // 2 // (rows * tokens), 1)
+    return size // 7 + numbers * step % max(size // 2, 1)
 
 
 @contextmanager

@@ -8,8 +8,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +39,11 @@ def hash_json(value: object) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def hash_64(content: bytes) -> int:
+    """The first 64 bits of a sha256."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")
+
+
 def sha256_file(path: Path) -> str:
     """sha256 of a file's bytes, as 64 hex digits."""
     with path.open("rb") as file:
@@ -58,10 +64,14 @@ def _temporary(path: Path, mark: str = "") -> Path:
 def remove_leftovers(directory: Path) -> None:
     """Delete what killed runs left under temporary names directly in `directory`."""
     for stale in directory.glob(f".*{_TEMPORARY}*"):
-        if stale.is_dir():
-            shutil.rmtree(stale)
-        else:
-            stale.unlink()
+        _remove(stale)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def check_out(
@@ -152,16 +162,23 @@ def atomic_file(path: Path) -> Iterator[Path]:
     """A temporary path to write to. It is renamed to `path` when the block succeeds, and deleted
     when it fails. Errors of writing are as in `writing`.
     """
+    with _written_beside(path) as temporary:
+        yield temporary
+        _fsync(temporary)
+        temporary.replace(path)
+
+
+@contextmanager
+def _written_beside(path: Path) -> Iterator[Path]:
+    """A temporary path, of which nothing stays; the block renames it to `path`."""
     temporary = _temporary(path)
     with writing(path):
         made = _made(path.parent)
         try:
             yield temporary
-            _fsync(temporary)
-            temporary.replace(path)
             _fsync(path.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            _remove(temporary)
             remove_empty(made)
 
 
@@ -211,34 +228,25 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     """A temporary directory to fill. It is renamed to `path`, replacing what was there, when the
     block succeeds. Errors of writing are as in `writing`.
     """
-    with writing(path):
-        made = _made(path.parent)
-        temporary = _temporary(path)
-        shutil.rmtree(temporary, ignore_errors=True)
+    with _written_beside(path) as temporary:
+        _remove(temporary)
         temporary.mkdir()
-        try:
-            yield temporary
-            # safetensors creates files with mode 0600 and ignores the umask; give them the mode of
-            # other new files.
-            mode = temporary.stat().st_mode & 0o666
-            for file in sorted(temporary.rglob("*")):
-                if file.is_file():
-                    file.chmod(mode)
-                _fsync(file)
-            _fsync(temporary)
-            if path.is_dir():
-                # A rename cannot replace a directory that is not empty, so the old one is renamed
-                # away first.
-                retired = _temporary(path, ".old")
-                path.rename(retired)
-                temporary.rename(path)
-                shutil.rmtree(retired)
-            else:
-                temporary.rename(path)
-            _fsync(path.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-            remove_empty(made)
+        yield temporary
+        # safetensors creates files with mode 0600 and ignores the umask; give them the mode of
+        # other new files.
+        mode = temporary.stat().st_mode & 0o666
+        for file in sorted(temporary.rglob("*")):
+            if file.is_file():
+                file.chmod(mode)
+            _fsync(file)
+        _fsync(temporary)
+        # A rename cannot replace a directory that is not empty, so the old one is renamed away
+        # first.
+        retired = _temporary(path, ".old")
+        if path.is_dir():
+            path.rename(retired)
+        temporary.rename(path)
+        _remove(retired)
 
 
 def make_dir(path: Path, option: str = "--out") -> list[Path]:
@@ -281,19 +289,15 @@ def write_sealed(path: Path, record: Mapping[str, object]) -> None:
     write_text_atomic(path, sealed_json(record))
 
 
-def jsonl(
-    rows: Iterable[Mapping[str, object]], default: Callable[[object], object] | None = None
-) -> str:
-    """One JSON object per line; `default` as for `json.dumps`."""
-    lines = [json.dumps(row, ensure_ascii=False, default=default) for row in rows]
+def jsonl(rows: Iterable[Mapping[str, object]]) -> str:
+    """One JSON object per line; dates and decimals (from Parquet) as text."""
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
     return "".join(f"{line}\n" for line in lines)
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    """Write rows to a .jsonl file, whole or not at all; dates and decimals (from Parquet) as
-    text.
-    """
-    write_text_atomic(path, jsonl(rows, default=str))
+    """Write rows to a .jsonl file, whole or not at all."""
+    write_text_atomic(path, jsonl(rows))
 
 
 def read_json(path: Path, what: str, keys: Iterable[str] = ()) -> JsonObject:
@@ -359,6 +363,7 @@ def read_json_value(path: Path, what: str) -> Any:
         ) from None
 
 
+@cache
 def read_words(module: str) -> JsonObject:
     """The names and words of a module, from the YAML file beside it."""
     import yaml

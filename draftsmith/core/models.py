@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError, require_package
+from draftsmith.core.hidden_states import some_tokens
 from draftsmith.core.hub import check_source, no_model, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.record import check_weights
@@ -140,13 +141,8 @@ def _check_weights(name: str, class_name: str, info: Mapping[str, Any]) -> None:
             f"{shapes})"
         )
     if unused:
-        log.warning(
-            "%s: holds weights that a %s does not use (%d, such as %s)",
-            name,
-            class_name,
-            len(unused),
-            unused[0],
-        )
+        several = f"{len(unused)}, such as {unused[0]}"
+        log.warning("%s: holds weights that a %s does not use (%s)", name, class_name, several)
 
 
 # In headers of safetensors.
@@ -204,10 +200,7 @@ _READS_AHEAD = "reads tokens ahead, as encoders do; name a causal model"
 
 @torch.inference_mode()
 def _check_logits(name: str, model: PreTrainedModel) -> None:
-    size = vocabulary_size(model)
-    # From inside the vocabulary: at its ends are padding, and markers of images and sound that need
-    # an input.
-    ids = torch.tensor([[size // 7, size // 5, size // 3, size // 2]], device=model.device)
+    ids = some_tokens(model, rows=1, tokens=4)
     logits_1TV = model(input_ids=ids, use_cache=False).logits
     if not logits_1TV.isfinite().all():
         raise InputError(

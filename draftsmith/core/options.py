@@ -46,6 +46,9 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
     ValidationError,
 )
 from pydantic.fields import FieldInfo
@@ -96,15 +99,15 @@ def _date(value: str) -> str:
 
 
 Date = Annotated[str, AfterValidator(_date)]
-AtLeast0 = Annotated[int, Field(ge=0)]
+AtLeast0 = NonNegativeInt
 AtLeast1 = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+NonNegative = NonNegativeFloat
+Positive = PositiveFloat
 Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 OpenShare = Annotated[float, Field(gt=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Temperature = Annotated[float, Field(ge=0), AfterValidator(_temperature)]
+Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Out = Annotated[Text, AfterValidator(os.path.expanduser)]

@@ -12,18 +12,18 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from draftsmith.core.errors import (
     InputError,
+    at,
     first_line,
     one_line,
     require_package,
-    without_place,
     without_secrets,
 )
 from draftsmith.core.io import JsonObject
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 # Sources of texts that the target writes: `self:N` begins with BOS, `token:N` with BOS and a random
 # token.
@@ -74,13 +75,9 @@ def digest_of(records: list[Record]) -> str:
     return whole.hexdigest()
 
 
-def parse_record(record: Record, source: str) -> JsonObject:
-    """The row in a record, as `as_known` reads it; InputError names its line and key."""
-    row = _stored_row(record, source)
-    try:
-        return as_known(row)
-    except InputError as error:
-        raise InputError(f"{source}:{record.number}: {error}") from None
+def parse_record(record: Record) -> JsonObject:
+    """The row in a record, as `as_known` reads it; InputError names its key."""
+    return as_known(_stored_row(record))
 
 
 def asked_of(row: JsonObject) -> JsonObject:
@@ -89,8 +86,7 @@ def asked_of(row: JsonObject) -> JsonObject:
     return {key: row[key] for key in keys if row.get(key) is not None}
 
 
-def _stored_row(record: Record, source: str) -> JsonObject:
-    where = f"{source}:{record.number}"
+def _stored_row(record: Record) -> JsonObject:
     row = record.stored
     if isinstance(row, bytes):
         try:
@@ -101,11 +97,9 @@ def _stored_row(record: Record, source: str) -> JsonObject:
             fix = "write one object a line"
             if isinstance(row, bytes) and not row.endswith(b"\n"):
                 fix = "the file ends within this line: is it still being written?"
-            raise InputError(f"{where}: not valid JSON ({one_line(error)}); {fix}") from None
+            raise InputError(f"not valid JSON ({one_line(error)}); {fix}") from None
     if not isinstance(row, dict):
-        raise InputError(
-            f"{where}: a row must be a JSON object with one of the keys {', '.join(KEYS)}"
-        )
+        raise InputError(f"a row must be a JSON object with one of the keys {', '.join(KEYS)}")
     return row
 
 
@@ -124,19 +118,24 @@ def free_rows(source: str) -> int | None:
     return int(count)
 
 
-def iterate_rows(source: str) -> Iterator[tuple[int, JsonObject]]:
-    """Yield (line or row number from 1, row as `as_known` reads it) of any source.
+def iterate_rows(source: str) -> Iterator[JsonObject]:
+    """Yield the rows of any source as `as_known` reads them; skip others as `read_rows` does."""
+    return read_rows(source, lambda row: row)
+
+
+def read_rows(source: str, read: Callable[[JsonObject], T]) -> Iterator[T]:
+    """Yield what `read` makes of each row of any source, as `as_known` has it.
 
     Rows that cannot be read are skipped; afterwards a warning counts them.
     """
     skipped = Reasons()
     for record in iterate_records(source):
         try:
-            row = parse_record(record, source)
+            made = read(parse_record(record))
         except InputError as error:
-            skipped.add(record.number, without_place(error, f"{source}:{record.number}"))
+            skipped.add(record.number, str(error))
         else:
-            yield record.number, row
+            yield made
     for line in skipped.lines("rows skipped"):
         log.warning("%s: %s", source, line)
 
@@ -161,7 +160,11 @@ def iterate_records(source: str) -> Iterator[Record]:
         # A pipe can be read only once.
         raise InputError(f"{source}: is not a .jsonl or .parquet file that can be read twice")
     if source.startswith("@"):
-        yield from _suite_records(source)
+        if load_suite(suite_name(source)).asks_again:
+            raise InputError(
+                f"{source}: asks behind the target's own answers, which only eval and plan write"
+            )
+        yield from iterate_suite(source)
     elif free is not None:
         for number in range(1, free + 1):
             yield Record(number, {"prompt": ""})
@@ -206,7 +209,11 @@ def _file_records(source: str, suffix: str) -> Iterator[Record]:
                 if line.strip():
                     yield Record(number, line)
     except (
-        *(OSError, ValueError, ImportError, OverflowError, RecursionError),
+        OSError,
+        ValueError,
+        ImportError,
+        OverflowError,
+        RecursionError,
         pyarrow.ArrowException,
     ) as error:
         if isinstance(error.__cause__, ModuleNotFoundError):
@@ -222,11 +229,10 @@ def _python_rows(batch: "pyarrow.RecordBatch") -> list[JsonObject]:
     except (OverflowError, ValueError):
         import pyarrow
 
-        table = pyarrow.Table.from_batches([batch])
-        for index, field in enumerate(table.schema):
+        for index, field in enumerate(batch.schema):
             if pyarrow.types.is_temporal(field.type):
-                table = table.set_column(index, field.name, table[index].cast("string"))
-        rows = table.to_pylist()
+                batch = batch.set_column(index, field.name, batch[index].cast("string"))
+        rows = batch.to_pylist()
     return rows
 
 
@@ -299,22 +305,13 @@ def _name_of(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")
 
 
-def _suite_records(source: str) -> Iterator[Record]:
-    """The prompts of a suite; InputError if they depend on what the target answers."""
-    if load_suite(suite_name(source)).asks_again:
-        raise InputError(
-            f"{source}: asks behind the target's own answers, which only eval and plan write"
-        )
-    yield from iterate_suite(source)
-
-
 def iterate_suite(source: str) -> Iterator[Record]:
     """Yield the prompts of a suite as rows, made of rows from the hub or, for `@NAME:FILE`, from a
     file with the same columns. FILE may be a directory that holds the file under its own name.
     """
     suite = load_suite(suite_name(source))
-    _, _, place = source.partition(":")
-    file = suite.local_file(place)
+    _, _, path = source.partition(":")
+    file = suite.local_file(path)
     if file:
         records = iterate_records(file)
     elif suite.gated:
@@ -330,19 +327,19 @@ def iterate_suite(source: str) -> Iterator[Record]:
     fitting = 0
     seen: set[str] = set()
     for record in records:
-        row = _stored_row(record, file or source)
-        where = f"{file or source}:{record.number}"
-        try:
-            if not suite.fits(row):
-                continue
-            prompt = suite.prompt_of(row)
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            reason = (
-                f"lacks {error}, which suite {suite.name} reads; name a file without @{suite.name}"
-            )
-            raise InputError(f"{where}: {reason}") from None
-        if suite.placeholder and suite.placeholder in str(prompt):
-            raise InputError(f"{where}: is a placeholder; {suite.fill}, and name @{suite.name}:DIR")
+        with at(f"{file or source}:{record.number}"):
+            row = _stored_row(record)
+            try:
+                if not suite.fits(row):
+                    continue
+                prompt = suite.prompt_of(row)
+            except (KeyError, IndexError, TypeError, AttributeError) as error:
+                raise InputError(
+                    f"lacks {error}, which suite {suite.name} reads; name a file without "
+                    f"@{suite.name}"
+                ) from None
+            if suite.placeholder and suite.placeholder in str(prompt):
+                raise InputError(f"is a placeholder; {suite.fill}, and name @{suite.name}:DIR")
         if repr(prompt) in seen:
             continue
         seen.add(repr(prompt))

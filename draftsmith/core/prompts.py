@@ -2,29 +2,30 @@
 is counted.
 """
 
-import hashlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from draftsmith.core.asked_hash import asked_in_chat, asked_in_text
 from draftsmith.core.chats import (
+    Chat,
     ChatRefused,
+    Exchange,
     Template,
     encode_behind,
     encode_messages,
     encode_rendered,
-    exchanges,
+    exchange_at,
 )
-from draftsmith.core.errors import InputError, without_place, without_secrets
-from draftsmith.core.io import JsonObject, hash_json
+from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.io import JsonObject, hash_64, hash_json
 from draftsmith.core.prompt_rows import (
     TOKEN,
     Record,
@@ -35,7 +36,7 @@ from draftsmith.core.prompt_rows import (
 )
 from draftsmith.core.ranks import say
 from draftsmith.core.reasons import Reasons
-from draftsmith.core.row_formats import ARGUMENTS, CONTINUES, KEYS
+from draftsmith.core.row_formats import KEYS, given_keys
 from draftsmith.core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith.core.tokenization import Tokenizer, decode_text, encode_text
 
@@ -47,41 +48,6 @@ PROMPT_HASHES = "prompt_hashes.npy"
 _CONTEXT = ("system", "functions", "documents", "chat_template")
 # Keys that an answer stands under, in the order of preference: ids are the target's own tokens.
 ANSWER_KEYS = (*ID_KEYS, "messages", "completion")
-
-# With the keys role and content, and others that a chat template reads.
-Message: TypeAlias = JsonObject
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A conversation with all its turns, the assistant's too, and the tools that it may call.
-
-    arguments: what it asks of the chat template, such as `reasoning_effort`.
-    """
-
-    messages: tuple[Message, ...]
-    tools: list[object] | None
-    arguments: JsonObject = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, row: JsonObject) -> "Chat":
-        """Return the chat of a row with `messages`."""
-        return cls(tuple(row["messages"]), row.get("tools") or None, row.get(ARGUMENTS) or {})
-
-    @property
-    def asks_once(self) -> bool:
-        """Whether it asks for something else than the next turn: what no earlier turn asks."""
-        return bool(self.arguments.keys() & {CONTINUES, "add_generation_prompt"})
-
-    def asked(self, turns: int) -> int:
-        """Hash what the first turns ask, 64 bits."""
-        return asked_in_chat(self.messages[:turns], self.tools, self.arguments)
-
-    def answered(self) -> list[int]:
-        """Places of the assistant's turns behind the first user's."""
-        roles = [message["role"] for message in self.messages]
-        first = roles.index("user") if "user" in roles else len(roles)
-        return [place for place in range(first, len(roles)) if roles[place] == "assistant"]
 
 
 @dataclass(frozen=True)
@@ -107,15 +73,6 @@ class Prompt:
     def hashes(self) -> list[int]:
         """Hashes by which the prompt is known: of what it asks, and of its tokens."""
         return [self.asked, prompt_hash(self.ids)]
-
-
-@dataclass(frozen=True)
-class AskedAnswer:
-    """An answer behind its prompt, as token ids, and the hash of what the prompt asks."""
-
-    prompt_ids: list[int]
-    answer_ids: list[int]
-    asked: int
 
 
 @dataclass(frozen=True)
@@ -183,51 +140,83 @@ class PromptReader:
         try:
             return self.read(record)
         except InputError as error:
-            where = f"{self.source}:{record.number}"
-            return Skipped(record.number, without_place(error, where))
+            return Skipped(record.number, str(error))
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Return the prompt of a row, or why it is skipped. Raise InputError for a row that cannot
         be read.
         """
-        row = parse_record(record, self.source)
-        where = f"{self.source}:{record.number}"
+        row = parse_record(record)
         if free_rows(self.source) is not None:
-            ids = self._start_ids(record.number)
-            return Prompt(f"free-{record.number}", "general", ids, record.number, own_id=True)
-        self._warn_of_ignored(row)
-        encoded = _encode(row, where, self.tokenizer, self.prompt_tokens)
+            start = self._start_ids(record.number)
+            return Prompt(f"free-{record.number}", "general", start, record.number, own_id=True)
+        given = given_keys(row)
+        if not given:
+            keys = ", ".join(map(repr, row)) or "none"
+            raise InputError(f"needs one of the keys {', '.join(KEYS)}; has {keys}")
+        self._warn_of_ignored(row, given)
+        key = given[0]
+        chat = Chat.of(row) if key == "messages" else None
+        what_is_asked = 0
+        ids: list[int] | str
+        if chat is not None:
+            question = chat.question()
+            ids = encode_messages(self.tokenizer, question)
+            what_is_asked = asked_in_chat(question)
+        elif key in ID_KEYS:
+            ids = prompt_in_ids(row, len(self.tokenizer))
+        elif not isinstance(row[key], str):
+            raise InputError(f"key {key!r}: expected text, got {type(row[key]).__name__}")
+        else:
+            ids = self._text_ids(key, row[key])
         row_id = text_of(row, "id")
         domain = text_of(row, "domain") or self.domain
-        if isinstance(encoded, str):
-            return Skipped(record.number, encoded)
-        if not encoded:
+        if isinstance(ids, str):
+            return Skipped(record.number, ids)
+        if not ids:
             return Skipped(record.number, "empty prompt")
-        chat = None if row.get("messages") is None else Chat.of(row)
         limited = self.whole_chats or chat is None
-        if limited and self.max_tokens is not None and len(encoded) > self.max_tokens:
+        if limited and self.max_tokens is not None and len(ids) > self.max_tokens:
             return Skipped(
-                record.number, f"{len(encoded)} tokens, more than the {self.max_tokens} that fit"
+                record.number, f"{len(ids)} tokens, more than the {self.max_tokens} that fit"
             )
+        if chat is None and key not in ID_KEYS:
+            # Of a `text` the part counts that its prompt stands for, not the whole book.
+            text = row[key] if key == "prompt" else decode_text(self.tokenizer, ids)
+            what_is_asked = asked_in_text(text)
         return Prompt(
-            row_id or content_id(encoded),
+            row_id or content_id(ids),
             domain,
-            tuple(encoded),
+            tuple(ids),
             record.number,
             own_id=bool(row_id),
             chat=chat,
-            asked=asked_by(row, encoded, self.tokenizer),
+            asked=what_is_asked,
         )
 
-    def _warn_of_ignored(self, row: JsonObject) -> None:
-        present = [key for key in KEYS if row.get(key) is not None]
-        ignored = present[1:] + [key for key in _CONTEXT if row.get(key)]
+    def _warn_of_ignored(self, row: JsonObject, given: list[str]) -> None:
+        ignored = given[1:] + [key for key in _CONTEXT if row.get(key)]
         # Only a chat template knows what to do with tools, and not every one does.
         if row.get("tools"):
-            if present[:1] != ["messages"] or not Template(self.tokenizer).reads("tools"):
+            if given[0] != "messages" or not Template(self.tokenizer).reads("tools"):
                 ignored.append("tools")
         for key in ignored:
             _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
+
+    def _text_ids(self, key: str, text: str) -> list[int] | str:
+        """Return the tokens of a text, or of its start, or the reason to skip it."""
+        if not text.strip():
+            return f"key {key!r} is empty"
+        if key == "prompt":
+            return encode_text(self.tokenizer, text)
+        # Nearly always enough characters for `prompt_tokens` tokens, so that no book is tokenised
+        # for its start.
+        length = self.prompt_tokens
+        for start in (text[: 64 + 16 * length], text):
+            ids = encode_text(self.tokenizer, start)[:length]
+            if len(ids) == length:
+                return ids
+        return f"text has only {len(ids)} of {length} tokens"
 
     def _start_ids(self, number: int) -> tuple[int, ...]:
         """Return the first tokens of row `number` of `self:N` or `token:N`.
@@ -274,10 +263,8 @@ def read_prompts(
     first_rows: dict[str, int] = {}
     repeats: Counter[str] = Counter()
     rows = 0
-    more = False
-    for record in iterate_records(source):
-        if more := limit is not None and rows >= limit:
-            break
+    records = iterate_records(source)
+    for record in islice(records, limit):
         rows += 1
         prompt = reader.read_or_skip(record)
         if isinstance(prompt, Skipped):
@@ -288,19 +275,17 @@ def read_prompts(
             if first == prompt.row:
                 prompts.append(prompt)
             else:
-                reason = (
-                    f"key 'id': {prompt.id!r} is also the id of row {first}; give one another id"
-                )
-                skipped.append(Skipped(prompt.row, reason))
+                twice = f"{prompt.id!r} is also the id of row {first}; give one another id"
+                skipped.append(Skipped(prompt.row, f"key 'id': {twice}"))
         else:
             prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
     if not prompts:
         reason = f"holds no rows; a row needs one of the keys {', '.join(KEYS)}"
         if skipped:
-            reason = (
-                f"none of its {rows} rows can be used (row {skipped[0].row}: {skipped[0].reason})"
-            )
+            first_skip = f"row {skipped[0].row}: {skipped[0].reason}"
+            reason = f"none of its {rows} rows can be used ({first_skip})"
         raise InputError(f"{source}: {reason}")
+    more = limit is not None and next(records, None) is not None
     return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
 
 
@@ -335,9 +320,7 @@ def unique_id(content: str, repeats: Counter[str]) -> str:
 
 def prompt_hash(ids: Sequence[int]) -> int:
     """Hash a tokenised prompt: the first 64 bits of the sha256 of its ids as 32-bit integers."""
-    content = np.asarray(ids, dtype="<i4").tobytes()
-    digest = hashlib.sha256(content).digest()
-    return int.from_bytes(digest[:8], "big")
+    return hash_64(np.asarray(ids, dtype="<i4").tobytes())
 
 
 def write_prompt_hashes(directory: Path, hashes: Iterable[int]) -> None:
@@ -354,79 +337,16 @@ def read_prompt_hashes(checkpoint: Path) -> npt.NDArray[np.uint64] | None:
     return np.load(path, allow_pickle=False) if path.is_file() else None
 
 
-def _encode(
-    row: JsonObject, where: str, tokenizer: Tokenizer, prompt_tokens: int
-) -> list[int] | str:
-    """Tokens of a row, or the reason to skip it."""
-    present = [key for key in KEYS if row.get(key) is not None]
-    if not present:
-        keys = ", ".join(map(repr, row)) or "none"
-        raise InputError(f"{where}: needs one of the keys {', '.join(KEYS)}; has {keys}")
-    key = present[0]
-    value = row[key]
-    if key == "messages":
-        arguments = row.get(ARGUMENTS)
-        turns = asked(value, where, arguments)
-        return encode_messages(tokenizer, turns, where, row.get("tools") or None, arguments)
-    if key in ID_KEYS:
-        return prompt_in_ids(row, where, len(tokenizer))
-    if not isinstance(value, str):
-        raise InputError(f"{where}: key {key!r}: expected text, got {type(value).__name__}")
-    if not value.strip():
-        return f"key {key!r} is empty"
-    if key == "prompt":
-        return encode_text(tokenizer, value)
-    # Nearly always enough characters for `prompt_tokens` tokens, so that no book is tokenised for
-    # its start.
-    start = value[: 64 + 16 * prompt_tokens]
-    ids = encode_text(tokenizer, start)[:prompt_tokens]
-    if len(ids) < prompt_tokens and len(start) < len(value):
-        ids = encode_text(tokenizer, value)[:prompt_tokens]
-    if len(ids) < prompt_tokens:
-        return f"text has only {len(ids)} of {prompt_tokens} tokens"
-    return ids
-
-
-def asked(
-    turns: Sequence[Message], where: str, arguments: JsonObject | None = None
-) -> list[Message]:
-    """Return a chat without a final assistant turn, unless the row's `arguments` say that the
-    target goes on with it. Raise InputError if nothing is left.
-    """
-    ends = turns[-1]["role"] == "assistant" and not (arguments or {}).get(CONTINUES)
-    kept = list(turns[:-1] if ends else turns)
-    if not kept:
-        raise InputError(
-            f"{where}: key 'messages': holds only an assistant turn; the prompt is missing"
-        )
-    return kept
-
-
-def asked_by(row: JsonObject, ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Hash what a row asks, 64 bits. ids: the tokens of its prompt, which count for rows of ids.
-
-    Of a row of `text` the part counts that its prompt stands for, not the whole book.
-    """
-    key = next(key for key in KEYS if row.get(key) is not None)
-    if key == "messages":
-        arguments = row.get(ARGUMENTS)
-        return asked_in_chat(asked(row[key], "", arguments), row.get("tools"), arguments)
-    if key in ID_KEYS:
-        return prompt_hash(ids)
-    return asked_in_text(row[key] if key == "prompt" else decode_text(tokenizer, list(ids)))
-
-
 @dataclass(frozen=True)
 class RowAnswers:
     """The answers of a row, in their order. left_out: the reason of each that has no tokens."""
 
-    kept: list[AskedAnswer]
+    kept: list[Exchange]
     left_out: list[str] = field(default_factory=list)
 
 
 def answers(
     row: JsonObject,
-    where: str,
     tokenizer: Tokenizer,
     ends: Sequence[int] = (),
     *,
@@ -442,62 +362,49 @@ def answers(
     """
     key = next((key for key in ANSWER_KEYS if row.get(key) is not None), None)
     if key in ID_KEYS:
-        kept = []
-        for cut in answers_in_ids(row, where, len(tokenizer)):
-            kept.append(AskedAnswer(cut.prompt_ids, cut.answer_ids, prompt_hash(cut.prompt_ids)))
-        return RowAnswers(kept)
+        cuts = answers_in_ids(row, len(tokenizer))
+        return RowAnswers([replace(cut, asked=prompt_hash(cut.prompt_ids)) for cut in cuts])
     if key == "completion":
-        return RowAnswers([_completed(row, where, tokenizer)])
+        return RowAnswers([_completed(row, tokenizer)])
     if key is None:
-        raise InputError(f"{where}: has no answer; add one of the keys {', '.join(ANSWER_KEYS)}")
-    return _in_chat(row, where, tokenizer, ends, thinking=thinking)
+        raise InputError(f"has no answer; add one of the keys {', '.join(ANSWER_KEYS)}")
+    return _in_chat(Chat.of(row), tokenizer, ends, thinking=thinking)
 
 
 def _in_chat(
-    row: JsonObject, where: str, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool
+    chat: Chat, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool
 ) -> RowAnswers:
-    chat = Chat.of(row)
     turns = chat.messages
-    asked(turns, where)
-    places = [] if chat.asks_once else chat.answered()
-    if not places and turns[-1]["role"] == "assistant":
-        places = [len(turns) - 1]
-    places = [place for place in places if turns[place].get("weight") != 0]
-    if not places:
-        raise InputError(f"{where}: the chat does not end with an assistant turn; add the answer")
-    cuts = exchanges(
-        turns,
-        places,
-        chat.tools,
-        tokenizer,
-        ends,
-        thinking=thinking,
-        arguments=chat.arguments,
-    )
+    chat.question()
+    indices = [] if chat.asks_once else chat.answered()
+    if not indices and turns[-1]["role"] == "assistant":
+        indices = [len(turns) - 1]
+    indices = [index for index in indices if turns[index].get("weight") != 0]
+    if not indices:
+        raise InputError("the chat does not end with an assistant turn; add the answer")
     kept = []
     left_out = []
-    for place, cut in zip(places, cuts, strict=True):
-        if isinstance(cut, ChatRefused):
-            left_out.append(f"{where}: key 'messages': {cut}")
+    for index in indices:
+        try:
+            cut = exchange_at(chat, index, tokenizer, ends, thinking=thinking)
+        except ChatRefused as error:
+            left_out.append(f"key 'messages': {error}")
         else:
-            kept.append(AskedAnswer(cut.prompt_ids, cut.answer_ids, chat.asked(place)))
+            kept.append(replace(cut, asked=asked_in_chat(chat.first(index))))
     if not kept:
         raise ChatRefused(left_out[-1])
     return RowAnswers(kept, left_out)
 
 
-def _completed(row: JsonObject, where: str, tokenizer: Tokenizer) -> AskedAnswer:
+def _completed(row: JsonObject, tokenizer: Tokenizer) -> Exchange:
     """Tokens of a prompt and of the text behind it, up to and with EOS."""
     for key in ("prompt", "completion"):
         if not isinstance(row.get(key), str) or not row[key]:
-            raise InputError(
-                f"{where}: key {key!r}: must be text, as 'prompt' and 'completion' both are"
-            )
+            raise InputError(f"key {key!r}: must be text, as 'prompt' and 'completion' both are")
     prompt = row["prompt"]
     ids = encode_behind(tokenizer, prompt, encode_rendered(tokenizer, prompt), row["completion"])
-    return AskedAnswer(
-        encode_text(tokenizer, prompt), with_eos(ids, tokenizer), asked_in_text(prompt)
-    )
+    asked = asked_in_text(prompt)
+    return Exchange(encode_text(tokenizer, prompt), with_eos(ids, tokenizer), asked=asked)
 
 
 def with_eos(ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -6,8 +6,7 @@ load torch.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 from safetensors import SafetensorError
 
@@ -61,14 +60,6 @@ def on_main(work: Callable[[], object]) -> None:
     from_main(run)
 
 
-@dataclass
-class _Outcome(Generic[T]):
-    """What the main process hands to the others: a result, or an error."""
-
-    result: T | None = None
-    failure: Exception | None = None
-
-
 def from_main(work: Callable[[], T]) -> T:
     """Run `work` on the main process while the others wait; return its result, or raise its error,
     in all of them.
@@ -79,26 +70,25 @@ def from_main(work: Callable[[], T]) -> T:
     global _others_wait
     if _others_wait:
         return work()
-    outcome = _Outcome[T]()
+    result: T | None = None
+    failure: Exception | None = None
     if is_main():
         _others_wait = True
         try:
-            outcome.result = work()
+            result = work()
         except (DraftsmithError, OSError) as error:
-            outcome.failure = error
+            failure = error
         except SafetensorError as error:
-            outcome.failure = RunError(one_line(error))
+            failure = RunError(one_line(error))
         finally:
             _others_wait = False
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 
-        broadcast = [outcome]
-        broadcast_object_list(broadcast)
-        (outcome,) = broadcast
-    if outcome.failure is not None:
-        raise outcome.failure
-    return cast(T, outcome.result)
+        result, failure = broadcast_object_list([result, failure])
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:

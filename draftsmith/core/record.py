@@ -34,8 +34,8 @@ def train_longer(draft: str) -> str:
         if not left_out:
             words.append(word)
         left_out = left_out and not equals
-    place = draft.rstrip("/")
-    return shlex.join([*words, "--draft", place, "--out", f"{place}-longer"])
+    directory = draft.rstrip("/")
+    return shlex.join([*words, "--draft", directory, "--out", f"{directory}-longer"])
 
 
 def check_weights(checkpoint: Path) -> None:

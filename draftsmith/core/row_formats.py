@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, at
 from draftsmith.core.io import JsonObject, read_words
 
 _warn_once = cache(logging.getLogger(__name__).warning)
@@ -53,7 +53,7 @@ def as_known(row: JsonObject) -> JsonObject:
             raise InputError(f"key '{key}': only texts are read; leave the row out")
     if row.get("tools") is not None:
         row = row | {"tools": _tools(row["tools"])}
-    key = next((key for key in KEYS if row.get(key) is not None), "")
+    key = next(iter(given_keys(row)), "")
     if key == "messages":
         turns = read_turns(row[key])
     elif key == "conversations":
@@ -74,13 +74,18 @@ def as_known(row: JsonObject) -> JsonObject:
     return {name: value for name, value in row.items() if name not in read} | {"messages": turns}
 
 
-def _arguments(place: JsonObject) -> JsonObject:
+def given_keys(row: JsonObject) -> list[str]:
+    """Return those of `KEYS` that a row has; the first is read."""
+    return [key for key in KEYS if row.get(key) is not None]
+
+
+def _arguments(request: JsonObject) -> JsonObject:
     """Return what a row, or a request in it, asks of the chat template."""
     arguments: JsonObject = {}
-    for holder in (place, place.get("extra_body")):
+    for holder in (request, request.get("extra_body")):
         if not isinstance(holder, dict):
             continue
-        given = _from_json(holder.get(ARGUMENTS) or {})
+        given = from_json(holder.get(ARGUMENTS) or {})
         if not isinstance(given, Mapping) or "chat_template" in given:
             raise InputError(
                 f"key '{ARGUMENTS}': must be an object of a template's arguments; another template "
@@ -100,18 +105,22 @@ def read_turns(value: object, where: str = "key 'messages'") -> list[JsonObject]
     """
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{where}: must be a list of at least one turn")
-    return [_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(value, 1)]
+    turns = []
+    for number, turn in enumerate(value, 1):
+        with at(f"{where}: turn {number}"):
+            turns.append(_turn(turn))
+    return turns
 
 
-def _turn(turn: object, where: str) -> JsonObject:
+def _turn(turn: object) -> JsonObject:
     if not isinstance(turn, Mapping):
-        raise InputError(f"{where}: expected an object with 'role' and 'content'")
+        raise InputError("expected an object with 'role' and 'content'")
     speaker = turn.get("role") or turn.get("from")
     if not isinstance(speaker, str):
-        raise InputError(f"{where}: needs 'role' (or 'from'), a text; it has {_keys(turn)}")
+        raise InputError(f"needs 'role' (or 'from'), a text; it has {_keys(turn)}")
     key = "value" if turn.get("content") is None and "value" in turn else "content"
     if key not in turn and "tool_calls" not in turn:
-        raise InputError(f"{where}: needs 'content', a text; it has {_keys(turn)}")
+        raise InputError(f"needs 'content', a text; it has {_keys(turn)}")
     content = turn.get(key)
     read = {
         name: value
@@ -119,18 +128,20 @@ def _turn(turn: object, where: str) -> JsonObject:
         if name not in ("role", "from", "content", "value") and value not in (None, [])
     }
     if isinstance(content, list):
-        read |= _thinking(content)
-        content = _joined(content, f"{where}: '{key}'")
+        thoughts = [part for part in content if isinstance(part, Mapping) and "thinking" in part]
+        if text := "".join(str(thought["thinking"] or "") for thought in thoughts):
+            read["reasoning_content"] = text
+        content = _joined(content, key)
     if speaker == "function_call":
-        read["tool_calls"] = _calls(content, f"{where}: '{key}'")
+        read["tool_calls"] = _calls(content, key)
         content = ""
     if "tool_calls" in read:
         if isinstance(read["tool_calls"], Mapping):
             read["tool_calls"] = [read["tool_calls"]]
-        _check_calls(read["tool_calls"], where)
+        _check_calls(read["tool_calls"])
         content = "" if content is None else content
     if not isinstance(content, str):
-        raise InputError(f"{where}: '{key}' must be text, got {_kind(content)}")
+        raise InputError(f"'{key}' must be text, got {_kind(content)}")
     return {"role": _WORDS["roles"].get(speaker, speaker), "content": content} | read
 
 
@@ -138,42 +149,34 @@ def _keys(turn: Mapping[object, object]) -> str:
     return ", ".join(f"'{key}'" for key in turn) or "no keys"
 
 
-def _thinking(parts: list[object]) -> JsonObject:
-    """Return the thinking among the parts of a content, as a key of its turn."""
-    thoughts = [part for part in parts if isinstance(part, Mapping) and "thinking" in part]
-    text = "".join(str(thought["thinking"] or "") for thought in thoughts)
-    return {"reasoning_content": text} if text else {}
-
-
-def _joined(parts: list[Any], where: str) -> str:
+def _joined(parts: list[Any], key: str) -> str:
     texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif kind is None or kind == "text":
-            raise InputError(f"{where} must be text, or a list of parts with 'text'")
+            raise InputError(f"'{key}' must be text, or a list of parts with 'text'")
         elif kind != "thinking":
-            raise InputError(f"{where} holds a part {kind!r}; only texts are read")
+            raise InputError(f"'{key}' holds a part {kind!r}; only texts are read")
     return "".join(texts)
 
 
-def _calls(content: object, where: str) -> list[JsonObject]:
+def _calls(content: object, key: str) -> list[JsonObject]:
     """Return the calls of the speaker `function_call`: JSON of one call, or of a list."""
-    calls = _from_json(content)
+    calls = from_json(content)
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise InputError(f"{where} must be JSON of a call with 'name' and 'arguments'")
+        raise InputError(f"'{key}' must be JSON of a call with 'name' and 'arguments'")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _check_calls(calls: object, where: str) -> None:
+def _check_calls(calls: object) -> None:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise InputError(
-                f"{where}: 'tool_calls' must be a list of objects with a 'function' that has a "
-                "'name'"
+                "'tool_calls' must be a list of objects with a 'function' that has a 'name'"
             )
 
 
@@ -188,19 +191,14 @@ def _sharegpt(row: JsonObject) -> list[JsonObject]:
         asked = asked or turn["role"] == "user" and bool(turn["content"].strip())
         if turn["role"] == "assistant" and not any(before["role"] == "user" for before in turns):
             continue
-        if turns and _goes_on(turn, turns[-1]):
+        is_plain = turn.keys() == {"role", "content"} and turn["role"] != "tool"
+        if is_plain and turns and turns[-1] == turn | {"content": turns[-1]["content"]}:
             turns[-1]["content"] += f"\n\n{turn['content']}"
         else:
             turns.append(turn)
     if not asked:
         raise InputError("key 'conversations': no user asks anything")
     return turns
-
-
-def _goes_on(turn: JsonObject, before: JsonObject) -> bool:
-    """Whether a turn without calls or thinking has the speaker of the turn before it."""
-    plain = turn.keys() == before.keys() == {"role", "content"}
-    return plain and turn["role"] == before["role"] != "tool"
 
 
 def _alpaca(row: JsonObject) -> list[JsonObject]:
@@ -215,8 +213,8 @@ def _alpaca(row: JsonObject) -> list[JsonObject]:
         spoken += pair
     spoken += [question, _text(row, "output")]
     turns = [
-        {"role": "assistant" if place % 2 else "user", "content": text}
-        for place, text in enumerate(spoken)
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate(spoken)
         if text != ""
     ]
     return read_turns(turns, "key 'history'")
@@ -224,7 +222,7 @@ def _alpaca(row: JsonObject) -> list[JsonObject]:
 
 def _tools(value: object) -> list[JsonObject]:
     """Return tools from a list or its JSON; a bare function is wrapped as in OpenAI's API."""
-    tools = _from_json(value or [])
+    tools = from_json(value or [])
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InputError("key 'tools': must be a list of objects, or JSON of such a list")
     return [
@@ -233,7 +231,7 @@ def _tools(value: object) -> list[JsonObject]:
     ]
 
 
-def _from_json(value: object) -> object:
+def from_json(value: object) -> object:
     """Return what a JSON text holds; None if it is not JSON; any other value as it is."""
     if not isinstance(value, str):
         return value

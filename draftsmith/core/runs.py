@@ -88,14 +88,14 @@ class Run:
         self,
         identity: Mapping[str, object] | None = None,
         records: Sequence[str] = ("run.json",),
-        places: JsonObject | None = None,
+        by_content: JsonObject | None = None,
     ) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
         `hold` and `claim`.
         """
         self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
-            self.resumed = from_main(lambda: claim(self.out, identity, records, places))
+            self.resumed = from_main(lambda: claim(self.out, identity, records, by_content))
         return self.resumed
 
     def finished(self, name: str) -> bool:
@@ -282,39 +282,45 @@ def claim(
     directory: Path,
     identity: Mapping[str, object],
     records: Sequence[str] = ("run.json",),
-    places: JsonObject | None = None,
+    by_content: JsonObject | None = None,
 ) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a
-    new run writes the last. places: options that are known by their content, kept for readers of
-    the record as they are now, with `out`. If the identities differ, raise InputError naming the
-    first key that differs.
+    new run writes the last. by_content: options that are known by their content, kept for readers
+    of the record as they are now, with `out`. If the identities differ, raise InputError naming
+    the first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
-    record: JsonObject = {"identity": current, "places": {**(places or {}), "out": str(directory)}}
-    for path in [directory / name for name in records if (directory / name).exists()]:
-        begun = read_json(path, _RUN, ["identity"])
-        differs = difference(begun["identity"], current)
-        if differs is None:
-            if begun.get("places", record["places"]) != record["places"]:
-                write_sealed(path, record)
-            return True
+    names = (by_content or {}) | {"out": str(directory)}
+    record: JsonObject = {"identity": current, "places": names}
+    begun = _begun(directory, records)
+    if begun is None:
+        write_sealed(directory / records[-1], record)
+        return False
+    kept = read_json(begun, _RUN, ["identity"])
+    if differs := difference(kept["identity"], current):
         raise InputError(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    write_sealed(directory / records[-1], record)
-    return False
+    if kept.get("places", names) != names:
+        write_sealed(begun, record)
+    return True
 
 
 def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
     """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
-    for path in [directory / name for name in records if (directory / name).exists()]:
-        identity: JsonObject = read_json(path, _RUN, ["identity"])["identity"]
-        return identity
-    return {}
+    begun = _begun(directory, records)
+    identity: JsonObject = {}
+    if begun is not None:
+        identity = read_json(begun, _RUN, ["identity"])["identity"]
+    return identity
+
+
+def _begun(directory: Path, records: Sequence[str]) -> Path | None:
+    return next((directory / name for name in records if (directory / name).exists()), None)
 
 
 def difference(recorded: JsonObject, current: JsonObject) -> str | None:
@@ -329,15 +335,10 @@ def difference(recorded: JsonObject, current: JsonObject) -> str | None:
             if inner is not None:
                 return f"{key}.{inner}".removeprefix("config.")
         elif a != b:
-            return _change(key, a, b)
+            if _HASH.fullmatch(str(a)) and _HASH.fullmatch(str(b)):
+                return f"{key.replace('_', ' ')} changed since"
+            return f"{key} is {_shown(a)}, now it is {_shown(b)}"
     return None
-
-
-def _change(key: str, a: object, b: object) -> str:
-    if isinstance(a, str) and isinstance(b, str) and _HASH.fullmatch(a) and _HASH.fullmatch(b):
-        what = key.replace("_", " ")
-        return f"{what} changed since"
-    return f"{key} is {_shown(a)}, now it is {_shown(b)}"
 
 
 def _shown(value: object) -> str:

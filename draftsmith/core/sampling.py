@@ -8,13 +8,13 @@ row (law 4). Drawing by inverse CDF from such uniforms makes a row independent o
 its batch and of the device.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from draftsmith.core.io import hash_64
 from draftsmith.core.settings import Sampling as Sampling
 
 # A row of at least `_LONG` values is searched in blocks of `_BLOCK`.
@@ -32,7 +32,7 @@ def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """
     logits = logits.float()
     if sampling.greedy:
-        return torch.zeros_like(logits).scatter_(-1, largest(logits, 1).places, 1.0)
+        return torch.zeros_like(logits).scatter_(-1, largest(logits, 1).indices, 1.0)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature
     vocab = logits.shape[-1]
@@ -72,12 +72,11 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def row_seed(seed: int, key: str) -> int:
-    """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its place in a
+    """A 63-bit seed for one row: a hash of the run's seed and the row's key, not of its index in a
     batch.
     """
     name = f"{seed}\0{key}"
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return hash_64(name.encode()) >> 1
 
 
 def generator(seed: int) -> torch.Generator:
@@ -138,25 +137,25 @@ def draw_top_and_one(p: Tensor, u: Tensor, k: int) -> Tensor:
     was drawn then.
     """
     best = largest(p, min(k - 1, p.shape[-1]))
-    others = p.scatter(-1, best.places, 0.0)
+    others = p.scatter(-1, best.indices, 0.0)
     drawn = _inverse_or_none(others.cumsum(-1, dtype=torch.double), u.unsqueeze(-1))
-    top = best.places.masked_fill(best.values <= 0, -1)
+    top = best.indices.masked_fill(best.values <= 0, -1)
     missing = k - 1 - top.shape[-1]
     padded = torch.nn.functional.pad(top, (0, missing), value=-1)
     return torch.cat([padded, drawn], dim=-1)
 
 
 class Largest(NamedTuple):
-    """The K largest values `[..., K]`, largest first, and their places."""
+    """The K largest values `[..., K]`, largest first, and their indices."""
 
     values: Tensor
-    places: Tensor
+    indices: Tensor
 
 
 def largest(values: Tensor, count: int) -> Largest:
     """The `count` largest of values `[..., V]`. Of one, the first of equal values.
 
-    On a CPU, torch is slow at finding places in a long row. There a row is cut into blocks, and
+    On a CPU, torch is slow at finding indices in a long row. There a row is cut into blocks, and
     only the `count` blocks of the largest maxima are searched.
     """
     size = values.shape[-1]
@@ -166,12 +165,12 @@ def largest(values: Tensor, count: int) -> Largest:
     if size % _BLOCK:
         padded = torch.nn.functional.pad(values, (0, -size % _BLOCK), value=-torch.inf)
     blocks = padded.unflatten(-1, (-1, _BLOCK))
-    chosen = _largest(blocks.amax(-1), min(count, blocks.shape[-2])).places
+    chosen = _largest(blocks.amax(-1), min(count, blocks.shape[-2])).indices
     index = chosen.unsqueeze(-1).expand(*chosen.shape, _BLOCK)
     found = _largest(blocks.gather(-2, index).flatten(-2), count)
-    block = chosen.gather(-1, found.places // _BLOCK)
-    places = block * _BLOCK + found.places % _BLOCK
-    return Largest(found.values, places.clamp_(max=size - 1))
+    block = chosen.gather(-1, found.indices // _BLOCK)
+    indices = block * _BLOCK + found.indices % _BLOCK
+    return Largest(found.values, indices.clamp_(max=size - 1))
 
 
 def _largest(values: Tensor, count: int) -> Largest:

@@ -4,11 +4,13 @@ anything loads.
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.io import read_words
 
 MIN_TEMPERATURE = 1e-5
 
@@ -63,18 +65,9 @@ def tokenizing(config: object) -> dict[str, Any]:
 
 
 _warn_once = cache(logging.getLogger(__name__).warning)
+# Options of a distribution, which a target's generation config may have too.
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-# Keys of a generation config that change what `generate` gives and are not followed here, by the
-# value that is off.
-_IGNORED = {
-    None: "bad_words_ids begin_suppress_tokens exponential_decay_length_penalty "
-    "forced_bos_token_id sequence_bias "
-    "forced_eos_token_id stop_strings suppress_tokens watermarking_config",
-    0: "assistant_ensemble_weight encoder_no_repeat_ngram_size epsilon_cutoff eta_cutoff "
-    "min_length min_new_tokens "
-    "no_repeat_ngram_size penalty_alpha renormalize_logits",
-    1: "encoder_repetition_penalty guidance_scale num_beams repetition_penalty top_h typical_p",
-}
+Given: TypeAlias = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -97,23 +90,20 @@ class ResolvedSampling:
         return f"{', '.join(values)} from the target's generation_config.json"
 
 
-def sampling_options(config: object) -> dict[str, Any]:
-    """Return the options that `resolve_sampling` takes."""
+def sampling_options(config: object) -> dict[str, float | None]:
+    """Return what a command was given for `resolve_sampling`."""
     return {key: getattr(config, key) for key in _SAMPLING}
 
 
 def resolve_sampling(
     name: str,
     target: HasGenerationConfig,
+    given: Given,
     *,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
     default_temperature: float = 0.0,
 ) -> ResolvedSampling:
-    """The given options; for those that are None, as in `generate` and vLLM, the generation config
-    of target `name`.
+    """The given options; for those that are missing or None, as in `generate` and vLLM, the
+    generation config of target `name`.
 
     Without `do_sample: true` in that file the temperature is `default_temperature` if that is 0; a
     command that samples by default takes the file's temperature either way. Without sampling the
@@ -127,13 +117,14 @@ def resolve_sampling(
             f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
             "`generate` follows it"
         )
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    temperature = given.get("temperature")
     samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
     if temperature is not None:
         samples = temperature > 0
     values: dict[str, float] = {"temperature": (default_temperature or 1.0) if samples else 0.0}
     taken: dict[str, float] = {}
-    for key, value in given.items():
+    for key in _SAMPLING:
+        value = given.get(key)
         in_file = getattr(config, key, None)
         if value is not None:
             values[key] = value
@@ -153,9 +144,8 @@ def ignored_keys(target: HasGenerationConfig) -> dict[str, object]:
     are ignored here.
     """
     ignored: dict[str, object] = {}
-    for off, keys in _IGNORED.items():
-        for key in keys.split():
-            value = getattr(target.generation_config, key, None)
-            if value is not None and value is not False and value not in ([], {}, off):
-                ignored[key] = value
+    for key, off in read_words(__file__)["ignored"].items():
+        value = getattr(target.generation_config, key, None)
+        if value is not None and value is not False and value not in ([], {}, off):
+            ignored[key] = value
     return ignored

@@ -57,12 +57,12 @@ class SuiteSource:
         """Whether the last question follows the target's own answer to an earlier one."""
         return bool(self.questions) and self.keep_turns > 1
 
-    def local_file(self, place: str) -> str:
-        """Return the file that a place names: a file, or a directory with the data set's files."""
-        if not place or not Path(place).is_dir():
-            return place
+    def local_file(self, path: str) -> str:
+        """Return the file that a path leads to: itself, or one of the data set's in a directory."""
+        if not path or not Path(path).is_dir():
+            return path
         file = self.files or f"{self.subset or self.name}.jsonl"
-        return str(Path(place) / file.rpartition("/")[2])
+        return str(Path(path) / file.rpartition("/")[2])
 
     def fits(self, row: JsonObject) -> bool:
         """Return whether a row is of this suite; KeyError if it lacks a column."""
@@ -90,7 +90,7 @@ class SuiteSource:
         columns = [column for column in self.questions if row.get(column)]
         asked = row[columns[0] if columns else self.questions[0]]
         turns = [asked] if isinstance(asked, str) else asked
-        kept = [turns[place] for place in range(self.keep_turns)]
+        kept = [turns[index] for index in range(self.keep_turns)]
         return [turn["content"] if isinstance(turn, dict) else turn for turn in kept]
 
 
@@ -141,8 +141,8 @@ def expand(source: str) -> dict[str, str]:
     if not source.startswith("@"):
         return {}
     family = suite_name(source)
-    place = source.removeprefix(f"@{family}")
-    return {name.removeprefix(f"{family}-"): f"@{name}{place}" for name in _members(family)}
+    path = source.removeprefix(f"@{family}")
+    return {name.removeprefix(f"{family}-"): f"@{name}{path}" for name in _members(family)}
 
 
 def _members(family: str) -> list[str]:

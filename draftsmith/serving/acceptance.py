@@ -81,7 +81,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
     pair = _load(config)
-    sampling = resolve_sampling(config.target, pair.target, temperature=config.temperature).sampling
+    given = {"temperature": config.temperature}
+    sampling = resolve_sampling(config.target, pair.target, given).sampling
     asked = _ask(server, pair, config, sampling)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)

@@ -22,7 +22,7 @@ import httpx
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject
-from draftsmith.core.prompts import Prompt, asked
+from draftsmith.core.prompts import Prompt
 from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines import AnswerRequest, Key
@@ -120,7 +120,8 @@ class RunningServer:
             text = self._json("apply-template", _chat(prompt))["prompt"]
             tokenize = {"content": text, "add_special": True, "parse_special": True}
             read = list(self._json("tokenize", tokenize)["tokens"])
-        request = AnswerRequest(Key(prompt.row, 0, 0), tuple(read), seed=prompt.row)
+        key = Key(prompt.row, 0, 0)
+        request = AnswerRequest(key, tuple(read), seed=prompt.row, sampling=completion.sampling)
         body = dialect.body(completion, request)
         if chat:
             del body["prompt"]
@@ -239,7 +240,7 @@ def _chat(prompt: Prompt) -> JsonObject:
     chat: JsonObject = {key: arguments[key] for key in BESIDE if key in arguments}
     if CONTINUES in arguments:
         chat.setdefault("add_generation_prompt", False)
-    chat["messages"] = asked(prompt.chat.messages, f"row {prompt.row}", arguments)
+    chat["messages"] = prompt.chat.question().messages
     if arguments:
         chat[ARGUMENTS] = arguments
     if prompt.chat.tools:

@@ -159,7 +159,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     draft = loaded_drafts(sources, pair)["draft"]
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
-    resolved = resolve_sampling(config.target, pair.target, **sampling_options(config))
+    resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
     if resolved.note:
         say(f"plan: {resolved.note}")
     planner = Planner(
