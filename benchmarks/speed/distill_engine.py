@@ -30,10 +30,12 @@ def main() -> None:
     engine = ENGINES[config.engine](config, load_tokenizer(config.target))
     for line in sys.stdin:
         asked = json.loads(line)
-        requests = [
-            AnswerRequest(Key(row, 0, 0), tuple(ids), row_seed(asked["seed"], str(row)))
-            for row, ids in enumerate(asked["prompts"])
-        ]
+        requests = []
+        for row, ids in enumerate(asked["prompts"]):
+            seed = row_seed(asked["seed"], str(row))
+            requests.append(
+                AnswerRequest(Key(row, 0, 0), tuple(ids), seed, engine.sampling.sampling)
+            )
         answers: list[Answer | Failed] = []
 
         def done(
