@@ -9,7 +9,7 @@ import contextlib
 import os
 import re
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlparse
@@ -150,10 +150,10 @@ def why_not(name: str, error: Exception) -> str:
             "its weights are a pickle with more in it than tensors, and reading that would run code"
         )
     files = sorted(Path(name).glob("*"))
-    return lfs_pointer(*files) or first_line(error)
+    return lfs_pointer(files) or first_line(error)
 
 
-def lfs_pointer(*files: Path) -> str | None:
+def lfs_pointer(files: Iterable[Path]) -> str | None:
     """Name the first git-lfs pointer among these files, as a clone without git-lfs has them; None
     if none is one.
     """

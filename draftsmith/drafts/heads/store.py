@@ -296,7 +296,7 @@ def _load(file: Path, names_only: bool = False, wanted: Set[str] | None = None) 
         }
     except pickle.UnpicklingError:
         reason = (
-            lfs_pointer(file)
+            lfs_pointer([file])
             or "it is no file of torch.save, or has more than tensors, which would run code"
         )
     except (
@@ -308,7 +308,7 @@ def _load(file: Path, names_only: bool = False, wanted: Set[str] | None = None) 
         KeyError,
         AttributeError,
     ) as error:
-        reason = lfs_pointer(file) or f"{first_line(error)}; copy it again"
+        reason = lfs_pointer([file]) or f"{first_line(error)}; copy it again"
     raise InputError(f"{file}: cannot be read ({reason})")
 
 
