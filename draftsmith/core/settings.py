@@ -90,7 +90,7 @@ class ResolvedSampling:
         return f"{', '.join(values)} from the target's generation_config.json"
 
 
-def sampling_options(config: object) -> dict[str, float | None]:
+def sampling_options(config: object) -> dict[str, Any]:
     """Return what a command was given for `resolve_sampling`."""
     return {key: getattr(config, key) for key in _SAMPLING}
 
