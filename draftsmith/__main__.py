@@ -145,8 +145,8 @@ def _failed(called: str, error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 0  # the reader (`| head`) has seen enough
-    place = f"{error.filename}: " if error.filename else ""
-    _say(f"{called}: {place}{error.strerror or error}", error)
+    file = f"{error.filename}: " if error.filename else ""
+    _say(f"{called}: {file}{error.strerror or error}", error)
     return 1
 
 

@@ -95,9 +95,9 @@ def _shape(source: str) -> JsonObject:
     """What a small model keeps of a config.json, a directory, or the name of a published model."""
     words = read_words(__file__)
     name = Path(source).name.lower()
-    places = (Path(source), Path(source) / "config.json")
+    given = (Path(source), Path(source) / "config.json")
     shipped = (_SHIPPED / f"{name}.config.json", _SHIPPED / name)
-    for path in (*places, *shipped):
+    for path in (*given, *shipped):
         if path.is_file():
             shape = read_json(path, "a Hugging Face config.json")
             kept = [key for key in ("model_type", "tie_word_embeddings") if key in shape]

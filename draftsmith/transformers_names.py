@@ -55,7 +55,7 @@ _CONVERTED: dict[str, Callable[[object, Options], object]] = {
 }
 _WORDS = read_words(__file__)
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-_BY_PLACE = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def in_our_names(where: str, given: Options, known: Collection[str]) -> Options:
@@ -104,8 +104,8 @@ def takes_their_names(*inner: Callable[..., object]) -> Callable[[Callable[P, R]
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         name = function.__name__
         taken = [inspect.signature(each).parameters.values() for each in (function, *inner)]
-        by_place = [option.name for option in taken[0] if option.kind in _BY_PLACE]
-        known = [option for option in by_place if option != "self"]
+        positional = [option.name for option in taken[0] if option.kind in _POSITIONAL]
+        known = [option for option in positional if option != "self"]
         for option in chain.from_iterable(taken):
             if option.kind is Parameter.KEYWORD_ONLY:
                 known.append(option.name)
@@ -115,9 +115,9 @@ def takes_their_names(*inner: Callable[..., object]) -> Callable[[Callable[P, R]
             given: Options = dict(options)
             config = given.pop("generation_config", None)
             ours = in_our_names(name, given, known)
-            for placed in by_place[: len(args)]:
-                if placed in ours:
-                    raise TypeError(f"{name}: {placed} is given twice, once by place; keep one")
+            for argument in positional[: len(args)]:
+                if argument in ours:
+                    raise TypeError(f"{name}: {argument} is given twice, once by place; keep one")
             if config is not None:
                 ours = in_our_names(f"{name}: generation_config", _of_config(config), known) | ours
             return function(*args, **ours)

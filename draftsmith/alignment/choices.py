@@ -38,7 +38,7 @@ class Known:
         return on_gpu if self.facts.on_gpu else on_cpu
 
     @property
-    def place(self) -> str:
+    def device(self) -> str:
         return self.by_device("GPU", "CPU")
 
     @property
@@ -223,12 +223,12 @@ def _count(parameters: int) -> str:
 
 
 CHOICES = (
-    Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.place}"),
+    Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.device}"),
     Choice("heldout_prompts", _heldout, "{known.facts.prompts} prompts, no --id"),
     Choice(
         "distill.max_prompts",
         lambda known: max(1, known.usable),
-        "{known.facts.prompts} prompts, {known.place}",
+        "{known.facts.prompts} prompts, {known.device}",
     ),
     Choice("distill.num_samples", _samples, "{known.options.distill.max_prompts} prompts"),
     Choice("train.heldout_fraction", lambda known: 0.06, "enough to choose weights by"),
@@ -236,12 +236,12 @@ CHOICES = (
     Choice(
         "distill.max_new_tokens",
         _answer,
-        "{known.facts.rows} rows, {known.place}, context {known.context}",
+        "{known.facts.rows} rows, {known.device}, context {known.context}",
     ),
     Choice(
         "distill.batch_size",
         _answered_together,
-        "target of {known.target_size} parameters, {known.place}",
+        "target of {known.target_size} parameters, {known.device}",
     ),
     Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
     *map(_sampled, ("temperature", "top_k", "top_p", "min_p")),
@@ -266,7 +266,7 @@ CHOICES = (
         "the output projection is {known.facts.projection_share:.0%} of the target; EAGLE-3 drafts "
         "a part of it",
     ),
-    Choice("train.rows_per_step", _rows_per_step, "{known.place}"),
+    Choice("train.rows_per_step", _rows_per_step, "{known.device}"),
     Choice(
         "train.steps",
         _steps,
@@ -306,7 +306,7 @@ CHOICES = (
     Choice(
         "train.gradient_checkpointing",
         lambda known: known.facts.on_gpu and known.draft_parameters >= _LARGE,
-        "{known.place}, {known.draft_size}",
+        "{known.device}, {known.draft_size}",
     ),
     Choice(
         "eval.temperature",
@@ -316,17 +316,17 @@ CHOICES = (
     Choice(
         "eval.tree",
         lambda known: known.by_device(["chain:4", "kary:4,2,2"], ["chain:2", "kary:3,2"]),
-        "{known.place}",
+        "{known.device}",
     ),
     Choice(
         "eval.max_new_tokens",
         lambda known: min(known.options.distill.max_new_tokens, known.by_device(128, 48)),
-        "answers of {known.options.distill.max_new_tokens} tokens, {known.place}",
+        "answers of {known.options.distill.max_new_tokens} tokens, {known.device}",
     ),
     Choice(
         "eval.speed_prompts",
         lambda known: 0 if known.options.eval.tree == ["none"] else known.by_device(8, 6),
-        "{known.place}",
+        "{known.device}",
     ),
-    Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.place}"),
+    Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.device}"),
 )

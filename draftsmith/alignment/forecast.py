@@ -4,7 +4,6 @@ most.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from statistics import median
 from typing import Any
 
@@ -22,8 +21,6 @@ from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
-from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.method import shape_of
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.trainees import TRAINEES
 
@@ -93,21 +90,25 @@ def expected(
     models: LoadedModels,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
+    costs: Mapping[float, float],
 ) -> str:
     """Return a line with the time of each stage, for answers of full length of which no token was
     drafted.
 
     draft: before its training. The training of Medusa, Hydra and block drafters is not timed; its
-    progress line tells.
+    progress line tells. costs: of `step_costs`.
     """
     options = config.distill
+    evaluation = stages.evaluation
+    alone = SpeculativeDecoder(models.target)
+    # A row of a larger batch, as of distilling, takes no longer.
+    together = prompts[: evaluation.batch_size]
     answers = options.max_prompts * options.num_samples
     # The target writes the chats that it replays from their first turn on.
     turns = 2 if options.general_from == "magpie" else 1
-    together = ([*prompts] * options.num_samples)[: options.batch_size]
-    alone = SpeculativeDecoder(models.target)
+    written = answers + turns * options.general_texts
     answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
-    expected_s = {"distil": (answers + turns * options.general_texts) * answer_s / launched()}
+    expected_s = {"distil": written * answer_s / launched()}
     if isinstance(draft, PreTrainedModel | FeatureHead):
         runs = list(stages.training.values())
         trained = sum(run.steps or 0 for run in runs) * config.train.rows_per_step
@@ -116,38 +117,16 @@ def expected(
         read = answers + options.general_texts if cached else trained
         read_s, draft_s = _row_s(models.target, draft, runs[0])
         expected_s["train"] = (read * read_s + trained * draft_s) / launched()
-    expected_s["evaluate"] = _evaluate_s(stages.evaluation, models.target, draft, prompts)
+    # The target decodes every set alone, then with every draft and tree.
+    decoded = 1 + len(evaluation.draft) * len(evaluation.tree) * max(costs.values(), default=_CHAIN)
+    decoded *= (len(evaluation.id) + len(evaluation.ood)) * len(evaluation.temperature)
+    hottest = max(evaluation.temperature)
+    tokens = evaluation.max_new_tokens
+    counted_s = _answer_s(alone, together, hottest, tokens) * evaluation.max_prompts / launched()
+    timed_s = _answer_s(alone, prompts[:1], hottest, tokens) * evaluation.speed_prompts
+    expected_s["evaluate"] = decoded * (counted_s + timed_s)
     line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in expected_s.items())
     return f"expected at most: {line} (some steps of each were timed)"
-
-
-def _evaluate_s(
-    evaluation: EvalConfig,
-    target: PreTrainedModel,
-    draft: Draft,
-    prompts: Sequence[Sequence[int]],
-) -> float:
-    """Seconds of decoding every set with the target alone, and with every draft and tree, in
-    batches and one row at a time. Each draft takes what this one takes.
-    """
-    proposer = PROPOSERS[kind_of(draft)].make(draft)
-    # The target alone decodes once, every tree with every draft.
-    runs = [(1, SpeculativeDecoder(target))]
-    for tree in evaluation.tree:
-        # The tree of a plan is not known yet. The evaluation refuses what does not fit.
-        if tree != "none" and not tree.startswith("auto"):
-            with suppress(ValueError):
-                decoder = SpeculativeDecoder(target, proposer, shape_of(tree))
-                runs.append((len(evaluation.draft), decoder))
-    hottest = max(evaluation.temperature)
-    counted = evaluation.max_prompts / launched()
-    seconds = 0.0
-    for times, decoder in runs:
-        for rows, size in ((counted, evaluation.batch_size), (evaluation.speed_prompts, 1)):
-            answer_s = _answer_s(decoder, prompts[:size], hottest, evaluation.max_new_tokens)
-            seconds += times * rows * answer_s
-    sets = len(evaluation.id) + len(evaluation.ood)
-    return sets * len(evaluation.temperature) * seconds
 
 
 def _answer_s(

@@ -136,13 +136,21 @@ def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
     if whole.heldout_prompts is not None:
         hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
     prompts.say_skipped()
-    for line in _announcement(whole, stages, facts):
-        say(line)
+    if facts.fresh_head:
+        say(_fresh_head(whole, facts))
+    answers = whole.distill
+    say(
+        f"distil: {answers.num_samples} answers to each of {answers.max_prompts} prompts, at most "
+        f"{answers.max_new_tokens} tokens each"
+    )
+    steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
+    say(f"train: {steps} of {whole.train.rows_per_step} rows")
     ids = [prompt.ids for prompt in prompts.prompts]
     draft = untrained(models, stages)
-    if costs := step_costs(models, draft, ids[0], stages.evaluation.temperature):
+    costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
+    if costs:
         say(pays(costs))
-    say(expected(whole, stages, models, draft, ids))
+    say(expected(whole, stages, models, draft, ids, costs))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
         "Chosen were:\n"
@@ -155,18 +163,6 @@ def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
         "--config"
     )
     return whole, stages
-
-
-def _announcement(config: AlignConfig, stages: Stages, facts: Facts) -> list[str]:
-    lines = [_fresh_head(config, facts)] if facts.fresh_head else []
-    options = config.distill
-    steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
-    return [
-        *lines,
-        f"distil: {options.num_samples} answers to each of {options.max_prompts} prompts, at "
-        f"most {options.max_new_tokens} tokens each",
-        f"train: {steps} of {config.train.rows_per_step} rows",
-    ]
 
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:

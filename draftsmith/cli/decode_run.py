@@ -118,10 +118,11 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     index = None
     if config.datastore is not None:
         index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
-    drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
+    reads_drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
+    drafts = config.draft if reads_drafts else []
     pair = load_pair(
         config.target,
-        config.draft if drafts else None,
+        drafts,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -130,7 +131,7 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
-    for line in other_targets(config.draft if drafts else (), pair.target):
+    for line in other_targets(drafts, pair.target):
         _say(f"warning: {line}")
     if method is None:
         return pair, pair.decoding(proposer="none")

@@ -119,7 +119,6 @@ def write_page(small: Results, large: Results) -> list[str]:
     headline, *lines = headline_and_table(large)
     title = f"The drafts at temperature {large.top_temperature:g}"
     rows = rows_by_set(large, large.top_temperature)
-    note = f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay."
     words = WORDS["figures"]["alpha"]
     figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
     pictures = []
@@ -131,13 +130,16 @@ def write_page(small: Results, large: Results) -> list[str]:
         )
         pictures.append(Picture(words["title"], words["caption"] + more, svg))
     page = large.directory.parent / "report.html"
-    values = {
-        "padded": padded,
-        "table": Table(title, "With 95 % intervals.", 2, rows),
-        "lead": lead(large),
-        "small": note,
-    }
-    write_text_atomic(page, render_template("demo.html.j2", headline, pictures, **values))
+    html = render_template(
+        "demo.html.j2",
+        headline,
+        pictures,
+        padded=padded,
+        table=Table(title, "With 95 % intervals.", 2, rows),
+        lead=lead(large),
+        small=f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay.",
+    )
+    write_text_atomic(page, html)
     return ["", padded, headline, *lines, f"report: {page.resolve()}"]
 
 

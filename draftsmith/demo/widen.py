@@ -43,7 +43,7 @@ def widen(model: LlamaForCausalLM, **sizes: int) -> LlamaForCausalLM:
     nn.Module.to(wide, device=model.device, dtype=model.dtype)
     norm_scale = (old.hidden_size / new.hidden_size) ** 0.5
     # Where the trained layers stand, evenly spread; after each stand the ones added to it.
-    places = [
+    trained = [
         layer * new.num_hidden_layers // old.num_hidden_layers
         for layer in range(old.num_hidden_layers)
     ]
@@ -52,8 +52,8 @@ def widen(model: LlamaForCausalLM, **sizes: int) -> LlamaForCausalLM:
         source, is_added = name, False
         if name.startswith("model.layers."):
             _, _, index, rest = name.split(".", 3)
-            source = f"model.layers.{bisect_right(places, int(index)) - 1}.{rest}"
-            is_added = int(index) not in places
+            source = f"model.layers.{bisect_right(trained, int(index)) - 1}.{rest}"
+            is_added = int(index) not in trained
         value.zero_()
         if is_added and ("o_proj" in name or "down_proj" in name):
             continue

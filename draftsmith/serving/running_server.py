@@ -197,8 +197,8 @@ class RunningServer:
         counts.subtract(before or {})
         text = self._fetch("metrics").text
         for name, labels, value in _COUNTER.findall(text):
-            place = re.search(r'position="(\d+)"', labels)
-            key = f"{name} {place[1]}" if place else name
+            position = re.search(r'position="(\d+)"', labels)
+            key = f"{name} {position[1]}" if position else name
             counts[key] += int(float(value))
         return counts
 
@@ -288,9 +288,9 @@ def count_steps(prompt_ids: list[int], ids: list[int], metrics: JsonObject) -> S
     # The first token comes from the prompt's forward.
     left = len(ids) - 1
     for accepted, proposed in zip(steps, drafted, strict=True):
-        for place in range(min(accepted + 1, proposed, left)):
-            reached_by_depth[place] += 1
-            accepted_by_depth[place] += place < accepted
+        for at in range(min(accepted + 1, proposed, left)):
+            reached_by_depth[at] += 1
+            accepted_by_depth[at] += at < accepted
         left -= min(accepted + 1, left)
     return ServedAnswer(
         prompt_ids=prompt_ids,
