@@ -1,7 +1,6 @@
 """The options of `draftsmith distill`. Needs no torch."""
 
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -179,24 +178,21 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 
     def mixture(self) -> list[MixturePart]:
         """Return the parts of `temperatures`."""
-        temperatures: list[float] = []
-        shares: list[float] = []
+        parts: list[MixturePart] = []
+        total = 0.0
         for part in self.temperatures:
             value, _, share = part.partition(":")
             try:
-                temperatures.append(Sampling(temperature=float(value)).temperature)
-                shares.append(float(share))
-                if not shares[-1] > 0:
+                temperature = Sampling(temperature=float(value)).temperature
+                if not float(share) > 0:
                     raise ValueError
+                total += float(share)
+                parts.append(MixturePart(temperature, total))
             except ValueError:
                 raise InputError(
                     f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4"
                 ) from None
-        sums = list(accumulate(shares))
-        return [
-            MixturePart(temperature, upto / sums[-1])
-            for temperature, upto in zip(temperatures, sums, strict=True)
-        ]
+        return [replace(part, upto=part.upto / total) for part in parts]
 
 
 @options

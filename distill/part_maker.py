@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftsmith.core.asked_hash import asked_in_chat
+from draftsmith.core.chats import Chat
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import canonical_json
 from draftsmith.core.progress import Advance, progress
@@ -132,7 +133,8 @@ class _PartMaker:
         """Return what a turn asks; None after the last turn. If it does not fit, return None and
         record why in `part.shortened`.
         """
-        if prompt.chat is None or self._job.config.turns == "last":
+        chat = self._answered_by_turns(prompt)
+        if chat is None:
             return prompt.ids if key.turn == 0 else None
         tokenizer = self._job.tokenizer
         longest = self._job.engine.max_prompt_tokens
@@ -140,7 +142,7 @@ class _PartMaker:
         rows = [part.rows[key._replace(turn=earlier)] for earlier in range(key.turn)]
         try:
             answers = [answer_text(tokenizer, row["response_ids"]) for row in rows]
-            ids = turn_prompt(prompt.chat, answers, tokenizer)
+            ids = turn_prompt(chat, answers, tokenizer)
             if ids is not None and longest is not None and len(ids) > longest:
                 raise InputError(f"{len(ids)} tokens, more than the {longest} that fit")
         except InputError as error:
@@ -148,11 +150,8 @@ class _PartMaker:
             return None
         return ids
 
-    def _asked(self, prompt: Prompt, turn: int) -> int:
-        """Hash what a turn asks, with the earlier answers that the prompts have."""
-        if prompt.chat is None or self._job.config.turns == "last":
-            return prompt.asked
-        return asked_in_chat(prompt.chat.first(answered_turns(prompt.chat)[turn]))
+    def _answered_by_turns(self, prompt: Prompt) -> Chat | None:
+        return None if self._job.config.turns == "last" else prompt.chat
 
     def take_answer(self, request: AnswerRequest, answer: Answer | Failed) -> AnswerRequest | None:
         """Put an answer into its part, and write a complete part; return the next request."""
@@ -181,11 +180,15 @@ class _PartMaker:
         key = request.key
         prompt = part.prompts[key.row]
         content = canonical_json([prompt.id, list(request.prompt_ids), list(key)])
+        asked = prompt.asked
+        if chat := self._answered_by_turns(prompt):
+            # With the earlier answers that the prompts have.
+            asked = asked_in_chat(chat.first(answered_turns(chat)[key.turn]))
         row = SetRow(
             id=hashlib.sha256(content.encode()).hexdigest()[:16],
             prompt_id=prompt.id,
             prompt_hash=content_id(prompt.ids),
-            asked=f"{self._asked(prompt, key.turn):016x}",
+            asked=f"{asked:016x}",
             domain=prompt.domain,
             prompt_ids=request.prompt_ids,
             response_ids=answer.response_ids,

@@ -85,7 +85,9 @@ class VLLMEngine(Engine):
                 answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
-        return self._with_teacher(requests, answers) if self._k else answers
+        if self._k:
+            self._add_teacher(requests, answers)
+        return answers
 
     def _call(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         try:
@@ -108,29 +110,21 @@ class VLLMEngine(Engine):
             detokenize=False,
         )
 
-    def _with_teacher(
+    def _add_teacher(
         self, requests: Sequence[AnswerRequest], answers: list[Answer | Failed]
-    ) -> list[Answer | Failed]:
+    ) -> None:
         """Add teacher rows from a forward over prompt and answer, at temperature 1 and over the
         whole vocabulary.
         """
         params = SamplingParams(
             temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False
         )
-        whole = [
-            [*request.prompt_ids, *answer.response_ids]
-            for request, answer in zip(requests, answers, strict=True)
-            if isinstance(answer, Answer)
-        ]
-        outputs = iter(self._call(whole, params))
-        scored: list[Answer | Failed] = []
-        for request, answer in zip(requests, answers, strict=True):
-            if isinstance(answer, Answer):
-                rows = next(outputs).prompt_logprobs[len(request.prompt_ids) :]
-                teacher = pack_likeliest([self._likeliest(row) for row in rows], self._vocabulary)
-                answer = replace(answer, teacher=teacher)
-            scored.append(answer)
-        return scored
+        drawn = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, Answer)]
+        whole = [[*requests[n].prompt_ids, *answer.response_ids] for n, answer in drawn]
+        for (n, answer), output in zip(drawn, self._call(whole, params), strict=True):
+            rows = output.prompt_logprobs[len(requests[n].prompt_ids) :]
+            teacher = pack_likeliest([self._likeliest(row) for row in rows], self._vocabulary)
+            answers[n] = replace(answer, teacher=teacher)
 
     def _likeliest(self, row: Any) -> list[tuple[int, float]]:
         """row: by token id, its `logprob` and `rank`."""
