@@ -375,7 +375,7 @@ def _in_chat(
     chat: Chat, tokenizer: Tokenizer, ends: Sequence[int], *, thinking: bool
 ) -> RowAnswers:
     turns = chat.messages
-    chat.question()
+    chat.question()  # refuses an answer without a question
     indices = [] if chat.asks_once else chat.answered()
     if not indices and turns[-1]["role"] == "assistant":
         indices = [len(turns) - 1]

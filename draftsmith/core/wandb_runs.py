@@ -86,7 +86,8 @@ def run_options(directory: Path, *, out: Path, config: JsonObject, job_type: str
 def announce(run: "wandb.Run") -> None:
     """Print where the run is."""
     directory = os.path.relpath(run.settings.sync_dir)
-    say(f"W&B: {f'offline; upload with: wandb sync {directory}' if run.offline else run.url}")
+    where = f"offline; upload with: wandb sync {directory}" if run.offline else run.url
+    say(f"W&B: {where}")
 
 
 def project() -> str:
