@@ -27,7 +27,7 @@ from draftsmith.__main__ import main
 from draftsmith.core.models import load_model
 from draftsmith.drafts.doctor import engine_classes
 from draftsmith.drafts.engine_commands import SERVING
-from draftsmith.drafts.engine_rules import PATH_TRAPS
+from draftsmith.drafts.engine_rules import PATH_TRAPS, RULES, Pair
 from draftsmith.drafts.heads import HEADS, save_head
 from tests.conftest import tiny_tokenizer
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
@@ -436,3 +436,9 @@ def test_vllm_says_the_same(tmp_path, monkeypatch):
         and "heads of size 16" in reason
         and "head_dim=16" in here["refused"]
     )
+
+
+def test_every_rule_of_the_table_is_a_method_of_a_pair():
+    for rule in RULES:
+        assert callable(getattr(Pair, rule.broken)), rule.broken
+        assert rule.where and rule.kinds

@@ -19,7 +19,7 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
-from draftsmith.drafts.load import check_draft_vocabulary
+from draftsmith.drafts.load import check_tokens_agree
 from draftsmith.eval.acceptance import Continuation, draft_logits
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.estimate import alpha_sums, read_traces
@@ -122,9 +122,9 @@ def test_a_draft_that_calls_tokens_otherwise_is_refused(
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     for source in (draft_dir, other_vocabulary_dir):
         draft = load_model(source, device="cpu")
-        check_draft_vocabulary(source, draft, big, tokenizer)
+        check_tokens_agree(source, draft, big, tokenizer)
         with pytest.raises(InputError, match=r"token \d+ is '[AB]' to it and '[AB]' to the target"):
-            check_draft_vocabulary(str(tmp_path), draft, big, tokenizer)
+            check_tokens_agree(str(tmp_path), draft, big, tokenizer)
 
 
 @pytest.fixture(scope="module")

@@ -105,14 +105,14 @@ def test_jsd_between_its_limits():
     draft, target, tokens = pair(6, spread=1.0)
     small = 1e-6
     for limit, name in ((small, "fkl"), (1 - small, "rkl")):
-        found = jensen_shannon(draft, target, tokens, limit) / small
+        found = jensen_shannon(draft, target, tokens, beta=limit) / small
         torch.testing.assert_close(found, LOSSES[name](draft, target, tokens), rtol=1e-4, atol=0)
     forth, back = jensen_shannon(draft, target, tokens), jensen_shannon(target, draft, tokens)
     torch.testing.assert_close(forth, back)
     for beta in (0.1, 0.7):
         torch.testing.assert_close(
-            jensen_shannon(draft, target, tokens, beta),
-            jensen_shannon(target, draft, tokens, 1 - beta),
+            jensen_shannon(draft, target, tokens, beta=beta),
+            jensen_shannon(target, draft, tokens, beta=1 - beta),
         )
     assert (forth < math.log(2)).all()
 
@@ -156,7 +156,7 @@ def test_sums_of_terms_and_options():
     draft, target, tokens = pair(9)
     objective = parse_objective(" 0.9*jsd:beta=0.25 + 0.1*ce+lk_hybrid:eta=10")
     wanted = (
-        0.9 * jensen_shannon(draft, target, tokens, 0.25)
+        0.9 * jensen_shannon(draft, target, tokens, beta=0.25)
         + 0.1 * LOSSES["ce"](draft, None, tokens)
         + LOSSES["lk_hybrid"](draft, target, tokens, eta=10.0)
     )

@@ -160,9 +160,9 @@ def packing_method(model: PreTrainedModel, name: str) -> PackingMethod:
     """
     config = model.config.get_text_config(decoder=True)
     size = 5
-    places_T = torch.arange(size, device=model.device)
-    alone_BT = (places_T[None] * 7 + 3) % config.vocab_size
-    positions_BT = places_T.repeat(2)[None]
+    steps_T = torch.arange(size, device=model.device)
+    alone_BT = (steps_T[None] * 7 + 3) % config.vocab_size
+    positions_BT = steps_T.repeat(2)[None]
     documents_BT = torch.arange(2, device=model.device).repeat_interleave(size)[None]
     packed = Batch(positions_BT, positions_BT, positions_BT, documents_BT)
     was_training = model.training

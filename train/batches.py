@@ -41,10 +41,10 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
         temperature=config.mixing_temperature,
     )
     own_rows = rows.reshape(shape)[:, world.rank]
-    own_places = np.arange(start, stop).reshape(shape)[:, world.rank]
+    own_positions = np.arange(start, stop).reshape(shape)[:, world.rank]
     batches = []
-    for rows_B, places_B in zip(own_rows, own_places, strict=True):
-        seeds = [row_seed(config.seed, f"row {place}") for place in places_B.tolist()]
+    for rows_B, positions_B in zip(own_rows, own_positions, strict=True):
+        seeds = [row_seed(config.seed, f"row {position}") for position in positions_B.tolist()]
         batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
         batches.append(batch.to(world.device))
     return batches

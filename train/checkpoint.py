@@ -6,10 +6,10 @@ position, the layout and the files' hashes, which reveal a damaged checkpoint; i
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftsmith.core.errors import InputError, RunError, fault
 from draftsmith.core.io import (
+    JsonObject,
     atomic_dir,
     checksums,
     first_damaged,
@@ -76,10 +77,7 @@ def drop_old(job: TrainingJob) -> None:
     # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves
     # the same files as one that was never stopped.
     every = job.config.save_every
-    regular = []
-    for path in checkpoints:
-        if int(path.name.removeprefix("step_")) % every == 0:
-            regular.append(path)
+    regular = [path for path in checkpoints if int(path.name.removeprefix("step_")) % every == 0]
     for old in checkpoints[:-1]:
         if old not in regular[-job.config.keep :]:
             shutil.rmtree(old)
@@ -154,15 +152,15 @@ def is_published(job: TrainingJob) -> bool:
     return damaged is None
 
 
-def publish(job: TrainingJob, write: Callable[[Path], None], record: dict[str, Any]) -> None:
-    """Write the draft checkpoint into `out`, `config.json` last.
-
-    write: writes the draft's own files to a directory.
+@contextmanager
+def publish(job: TrainingJob, record: JsonObject) -> Iterator[Path]:
+    """Give a directory for the draft's own files; then write the draft checkpoint into `out`,
+    `config.json` last.
     """
     out = Path(job.config.out)
     staging = job.run_dir / "final"
     with atomic_dir(staging) as directory:
-        write(directory)
+        yield directory
         if job.tokenizer is not None:
             job.tokenizer.save_pretrained(directory)
         write_record(directory, record)
@@ -175,6 +173,6 @@ def _paths(job: TrainingJob) -> list[Path]:
     return sorted(job.checkpoints.glob("step_*"))
 
 
-def _state(directory: Path) -> dict[str, Any]:
+def _state(directory: Path) -> JsonObject:
     keys = ("position", "layout", "files")
     return dict(read_json(directory / "state.json", "the state of a training run", keys))

@@ -109,10 +109,11 @@ ChunkFn = Callable[[Tensor, slice], Tensor | None]
 
 def _chunk_function(task: _Task, sums: _Sums, vocabulary: int, gradient: bool) -> ChunkFn:
     """The in-place form where the objective has one and the teacher's logits are plain."""
-    teacher, in_place = task.teacher, task.objective.in_place
+    teacher = task.teacher
+    in_place = task.objective.in_place
     linear = task.projection is None or task.projection.is_linear
-    plain = isinstance(teacher, LiveTeacher) and not teacher.further
-    if linear and plain and in_place is not None and teacher is not None:
+    plain = linear and isinstance(teacher, LiveTeacher) and not teacher.further
+    if plain and in_place is not None and teacher is not None:
         return _in_place(task, sums, teacher, in_place, vocabulary)
     return _by_autograd(task, sums, gradient)
 

@@ -33,9 +33,9 @@ from draftsmith.drafts.draft_vocabulary import (
     read_draft_vocabulary,
     write_draft_vocabulary,
 )
-from draftsmith.drafts.heads import HEADS, load_head, write_head
+from draftsmith.drafts.heads import HEADS, head_kind, load_head, write_head
 from draftsmith.drafts.heads.borrowed import borrow
-from draftsmith.drafts.load import Draft, draft_kind
+from draftsmith.drafts.load import Draft
 from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
 from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
@@ -45,6 +45,7 @@ from draftsmith.train.job import TrainingJob
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees import TRAINEES
 
+_SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
@@ -62,8 +63,7 @@ def is_untrained(draft: str | None) -> bool:
 def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
     """Make the draft to train, fp32 on the CPU: loaded from `draft`, or fresh."""
     if config.draft is not None:
-        kind = draft_kind(config.draft)
-        kind = "lm" if kind == "draft" else kind
+        kind = head_kind(config.draft) or "lm"
         if kind != config.kind:
             raise InputError(
                 f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}"
@@ -112,17 +112,11 @@ def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrained
     model = load_model(
         config.draft, device="cpu", dtype="float32", trust_remote_code=config.trust_remote_code
     )
-    given = None if config.draft_config is None else read_shape(config.draft_config)
-    for key in (
-        "model_type",
-        "hidden_size",
-        "num_hidden_layers",
-        "intermediate_size",
-        "vocab_size",
-    ):
+    given = model.config if config.draft_config is None else read_shape(config.draft_config)
+    for key in _SHAPE:
         has = getattr(model.config, key, None)
         wanted = getattr(given, key, None)
-        if given is not None and has != wanted:
+        if has != wanted:
             raise InputError(
                 f"{config.draft}: its {key} is {has}, {config.draft_config} says {wanted}"
             )
@@ -159,12 +153,14 @@ def _with_draft_vocabulary(
     """
     # Either vocabulary may be padded, and a token of the draft's padding is none of the target's.
     whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
-    known = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
-    if known is not None and config.draft_vocab_size is not None:
+    ids_D = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
+    if ids_D is None:
+        ids = _draft_vocab(config, whole, training)
+        ids_D = None if ids is None else torch.tensor(ids)
+    elif config.draft_vocab_size is not None:
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole, config.draft)
-    ids = _draft_vocab(config, whole, training) if known is None else known
-    if ids is not None:
-        attach_draft_vocabulary(model, torch.as_tensor(ids))
+    if ids_D is not None:
+        attach_draft_vocabulary(model, ids_D)
     return model
 
 
@@ -180,13 +176,11 @@ def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[in
 def announce_draft_vocabulary(draft: Draft, heldout: Examples) -> None:
     """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
     ids_D: Tensor | None = None
+    whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
     if isinstance(draft, PreTrainedModel):
         ids_D = draft_vocabulary(draft)
-        whole = vocabulary_size(draft)
-    else:
-        whole = draft.vocab_size
-        if isinstance(draft, DraftVocabulary) and draft.reduced:
-            ids_D = draft.target_ids_D
+    elif isinstance(draft, DraftVocabulary) and draft.reduced:
+        ids_D = draft.target_ids_D
     if ids_D is not None:
         lacks = outside(ids_D.tolist(), heldout.response_counts)
         say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the held-out responses {lacks}")

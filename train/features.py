@@ -245,8 +245,7 @@ class FrozenTarget:
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):
                     states = self._forward(ids_T[None], {})
-                cut = [state[0, first:].to(dtype) for state in states]
-                states_LTH = torch.stack(cut)
+                states_LTH = torch.stack([state[0, first:].to(dtype) for state in states])
                 kept.put(key, states_LTH)
             states_LBTH[:, row, start + first : stop] = states_LTH.to(states_LBTH.device)
         return list(states_LBTH)
@@ -259,7 +258,7 @@ def documents(batch: Batch) -> list[tuple[int, int, int]]:
         for row, labels_T in enumerate(batch.labels_BT):
             valid = (labels_T != IGNORE).nonzero()
             if len(valid):
-                # The last label is the document's last token, which stands one place after it.
+                # The last label is the document's last token, which stands one position after it.
                 spans.append((row, 0, int(valid[-1]) + 2))
         return spans
     for row, documents_T in enumerate(batch.documents_BT.tolist()):

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
+from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import Examples
@@ -30,7 +30,7 @@ class TrainingJob:
     tokenizer: Tokenizer | None = None
     target: PreTrainedModel | None = None
     date: str | None = None
-    identity: dict[str, Any] = field(default_factory=dict)
+    identity: JsonObject = field(default_factory=dict)
 
     @property
     def rows_per_step(self) -> int:

@@ -63,8 +63,8 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
         group["lr"] = rate * group.get("multiple", 1.0)
         if "multiple" in group:
             rates["muon_lr"] = group["lr"]
-    counts = [wrapped.trainee.count(batch) for batch in batches]
-    valid = int(accelerator.reduce(torch.stack(counts).sum(), reduction="sum"))
+    counts = torch.stack([wrapped.trainee.count(batch) for batch in batches])
+    valid = int(accelerator.reduce(counts.sum(), reduction="sum"))
     vectors = []
     for index, batch in enumerate(batches):
         with wrapped.accumulating(last=index == len(batches) - 1):
@@ -74,9 +74,7 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
             # not per process or batch (law 6).
             wrapped.backward(sums.loss * (job.world.size / max(valid, 1)))
         vectors.append(sums.to_vector())
-    # Added in the order of the batches, which decides how the sum rounds.
-    vector = accelerator.reduce(sum(vectors[1:], vectors[0]), reduction="sum")
-    totals = LossSums.from_vector(vector)
+    totals = _add_up(job.world, vectors)
     loss = float(totals.loss) / max(valid, 1)
     norm = wrapped.step(config.optim.clip_norm) if math.isfinite(loss) else math.nan
     if not math.isfinite(norm):
@@ -86,6 +84,12 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
         )
     figures = {"loss": loss, **rates, "grad_norm": norm, "tokens": valid}
     return figures | curves(totals, "")
+
+
+def _add_up(world: World, vectors: list[Tensor]) -> LossSums:
+    # In the order of the batches, which decides how the sum rounds; then over the processes.
+    vector = sum(vectors[1:], vectors[0])
+    return LossSums.from_vector(world.accelerator.reduce(vector, reduction="sum"))
 
 
 @torch.no_grad()
@@ -108,8 +112,7 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
         vector = wrapped.module(batch).to_vector()
         vectors.append(vector if index < len(batches) else torch.zeros_like(vector))
     wrapped.trainee.train()
-    vector = world.accelerator.reduce(sum(vectors[1:], vectors[0]), reduction="sum")
-    totals = LossSums.from_vector(vector)
+    totals = _add_up(world, vectors)
     loss = float(totals.loss)
     tokens = float(totals.tokens)
     if not math.isfinite(loss) or tokens == 0:
@@ -175,11 +178,11 @@ def _step_and_evaluate(job: TrainingJob, wrapped: Copies, run: Progress) -> dict
     started = time.perf_counter()
     figures = training_step(job, wrapped, run.position.step)
     seconds = time.perf_counter() - started
-    run.position = replace(run.position, step=run.position.step + 1)
+    step = run.position.step + 1
+    run.position = replace(run.position, step=step)
     memory = peak_memory(job.world.device)[0]
     clock = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory / 2**30}
-    _log(job, run.position.step, figures, clock)
-    step = run.position.step
+    _log(job, step, figures, clock)
     if step % job.config.eval_every == 0 or step == job.steps:
         _evaluate_and_keep(job, wrapped, run)
     return figures
@@ -188,10 +191,10 @@ def _step_and_evaluate(job: TrainingJob, wrapped: Copies, run: Progress) -> dict
 def _out_of_memory(job: TrainingJob, step: int) -> RunError:
     config = job.config
     peak, kind = peak_memory(job.world.device)
-    place = "device" if kind == "cuda" else "process"
+    owner = "device" if kind == "cuda" else "process"
     return RunError(
         f"out of memory on {job.world.device.type} after step {step}, with batch_size "
-        f"{config.batch_size} and max_length {config.max_length} (peak of the {place}: "
+        f"{config.batch_size} and max_length {config.max_length} (peak of the {owner}: "
         f"{peak / 2**30:.2f} GiB); lower batch_size and raise accumulation as much, or lower "
         "max_length; the run continues from its newest checkpoint"
     )

@@ -13,6 +13,7 @@ where a divergence would be infinite, its docstring says what is taken instead.
 
 import math
 from collections.abc import Callable
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -40,9 +41,17 @@ def _log_probs(logits_NV: Tensor) -> Tensor:
     return at_least_fp32(logits_NV).log_softmax(-1)
 
 
-def _both_log_probs(draft_NV: Tensor, target_NV: Tensor | None) -> tuple[Tensor, Tensor]:
-    assert target_NV is not None, "this loss needs the target's logits"
-    return _log_probs(draft_NV), _log_probs(target_NV)
+def _of_logits(loss: LossFn) -> LossFn:
+    """The loss of two distributions, from the logits of both."""
+
+    @wraps(loss)
+    def of_logits(
+        draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, **options: float
+    ) -> Tensor:
+        assert target_NV is not None, "this loss needs the target's logits"
+        return loss(_log_probs(draft_NV), _log_probs(target_NV), **options)
+
+    return of_logits
 
 
 def _kl(log_a_NV: Tensor, log_b_NV: Tensor) -> Tensor:
@@ -68,37 +77,35 @@ def cross_entropy(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) 
     return -log_q_N.masked_fill(log_q_N == -math.inf, _FLOOR)
 
 
-def forward_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
+@_of_logits
+def forward_kl(log_q_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     """KL(p || q) over the whole vocabulary (Hinton et al. 2015; DistillSpec, section 4).
 
     By Pinsker's inequality it bounds the rejected share: 1 - alpha = TV(p, q) <= sqrt(KL / 2).
     Tokens that the draft cannot give are left out: they would add an infinite constant, which has
     no gradient.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_p_NV, log_q_NV)
 
 
-def reverse_kl(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
+@_of_logits
+def reverse_kl(log_q_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     """KL(q || p): seeks the target's modes (MiniLLM, Gu et al. 2024, section 2; DistillSpec,
     section 4).
 
     The target's log-probability is clamped at -100, so that draft mass on an impossible token costs
     much, not infinity.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _kl(log_q_NV, log_p_NV.clamp_min(_FLOOR))
 
 
-def jensen_shannon(
-    draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, beta: float = 0.5
-) -> Tensor:
+@_of_logits
+def jensen_shannon(log_q_NV: Tensor, log_p_NV: Tensor, beta: float = 0.5) -> Tensor:
     """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q (GKD, Agarwal et al. 2024,
     section 2).
 
     beta in (0, 1): near 0 it is beta KL(p || q), near 1 it is (1 - beta) KL(q || p). At most log 2.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     m_NV = beta * log_p_NV.exp() + (1 - beta) * log_q_NV.exp()
     log_m_NV = m_NV.clamp_min(torch.finfo(m_NV.dtype).tiny).log()
     kl_p_N = _kl(log_p_NV, log_m_NV)
@@ -106,15 +113,16 @@ def jensen_shannon(
     return beta * kl_p_N + (1 - beta) * kl_q_N
 
 
-def total_variation(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
+@_of_logits
+def total_variation(log_q_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     """1 - sum_x min(p(x), q(x)): the probability that a draft token is rejected (Leviathan et al.
     2023, cor. 3.6).
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return _rejected(log_p_NV.exp(), log_q_NV.exp())
 
 
-def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
+@_of_logits
+def total_variation_plus(log_q_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     """TVD++: the value of `tvd`, with the normalised policy gradient of Goel et al. (2024, section
     3).
 
@@ -123,7 +131,6 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
     samples). The result is the gradient of TV divided by sqrt(m (1 - m)), m = q(r = 1), a divisor
     of at least 0.01.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     p_NV = log_p_NV.exp()
     q_NV = log_q_NV.exp()
     with torch.no_grad():
@@ -137,25 +144,23 @@ def total_variation_plus(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: T
     return value_N + surrogate_N - surrogate_N.detach()
 
 
-def negative_log_alpha(draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor) -> Tensor:
+@_of_logits
+def negative_log_alpha(log_q_NV: Tensor, log_p_NV: Tensor) -> Tensor:
     """-log sum_x min(p(x), q(x)) (LK losses, arXiv 2602.23881, section 4).
 
     Its gradient is that of TV divided by alpha, so a draft that hardly overlaps still learns.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     return -torch.minimum(log_p_NV, log_q_NV).clamp_min(10 * _FLOOR).logsumexp(-1)
 
 
-def hybrid(
-    draft_NV: Tensor, target_NV: Tensor | None, tokens_N: Tensor, eta: float = 3.0
-) -> Tensor:
+@_of_logits
+def hybrid(log_q_NV: Tensor, log_p_NV: Tensor, eta: float = 3.0) -> Tensor:
     """w KL(p || q) + (1 - w) TV, w = exp(-eta alpha), alpha without gradient (LK losses, arXiv
     2602.23881, section 4).
 
     KL dominates while p and q hardly overlap, TV once they do. The paper takes eta 3, and 10 for
     Medusa heads.
     """
-    log_q_NV, log_p_NV = _both_log_probs(draft_NV, target_NV)
     tv_N = _rejected(log_p_NV.exp(), log_q_NV.exp())
     alpha_N = 1 - tv_N.detach()
     w_N = (-eta * alpha_N).exp()

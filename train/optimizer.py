@@ -6,9 +6,9 @@ for matrices between hidden states; rows of a vocabulary, norms and biases stay 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from draftsmith.core.errors import InputError
 from draftsmith.drafts.load import Draft
 from draftsmith.train.config import Optim
 
+# The state of each parameter, by name.
+States: TypeAlias = dict[Any, dict[str, Tensor]]
 # Share of the steps in which `wsd` lowers the rate, at the end.
 _DECAY = 0.2
 # Muon keeps this share of its mean gradient at each step.
@@ -87,12 +89,11 @@ def make_optimizer(draft: Draft, optim: Optim) -> "Optimizers":
 def _decayed(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    groups: list[dict[str, Any]] = []
-    if matrices:
-        groups.append({"params": matrices, "weight_decay": weight_decay})
-    if vectors:
-        groups.append({"params": vectors, "weight_decay": 0.0})
-    return groups
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def hidden_matrices(draft: Draft) -> list[nn.Parameter]:
@@ -148,10 +149,9 @@ class Optimizers:
         return [group for part in self.parts for group in part.param_groups]
 
     @property
-    def state(self) -> dict[Any, dict[str, Tensor]]:
+    def state(self) -> States:
         """The states by parameter."""
-        states: dict[Any, dict[str, Tensor]] = self.parts[0].state
-        return states
+        return cast(States, self.parts[0].state)
 
     def step(self) -> None:
         for part in self.parts:
@@ -180,31 +180,28 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
-        for group, parameter in self._with_gradients():
-            state = self.state[parameter]
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(parameter)
-            mean = state["momentum_buffer"]
-            mean.lerp_(parameter.grad, 1 - _MOMENTUM)
-            ahead = parameter.grad.lerp(mean, _MOMENTUM)
-            height, width = parameter.shape
-            size = math.sqrt(max(1.0, height / width))
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
-            parameter.add_(_orthogonal_like(ahead), alpha=-group["lr"] * size)
-
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Any]]:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    yield group, parameter
+                    self._update(parameter, group["lr"], group["weight_decay"])
 
-
-def _orthogonal_like(update: Tensor) -> Tensor:
-    """A matrix made orthogonal; a sharded one is gathered for it and sharded again."""
-    if isinstance(update, DTensor):
-        whole = orthogonal(update.full_tensor())
-        return distribute_tensor(whole, update.device_mesh, update.placements)
-    return orthogonal(update)
+    def _update(self, parameter: Any, rate: float, decay: float) -> None:
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        mean = state["momentum_buffer"]
+        mean.lerp_(parameter.grad, 1 - _MOMENTUM)
+        ahead = parameter.grad.lerp(mean, _MOMENTUM)
+        height, width = parameter.shape
+        size = math.sqrt(max(1.0, height / width))
+        parameter.mul_(1 - rate * decay)
+        if isinstance(ahead, DTensor):
+            # A sharded matrix is gathered for it and sharded again.
+            whole = orthogonal(ahead.full_tensor())
+            update = distribute_tensor(whole, ahead.device_mesh, ahead.placements)
+        else:
+            update = orthogonal(ahead)
+        parameter.add_(update, alpha=-rate * size)
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

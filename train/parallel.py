@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.core.errors import RunError
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.optimizer import Optimizers
+from draftsmith.train.optimizer import Optimizers, States
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.world import World, silent
 
@@ -37,7 +37,6 @@ class Copies:
     differs. Every process calls every method.
     """
 
-    wrapper_names = ("DistributedDataParallel",)
     module: Any
     optimizer: Any
 
@@ -56,12 +55,12 @@ class Copies:
 
     def check_wrapper(self) -> None:
         """Raise RunError if accelerate did not wrap the trainee as asked."""
-        single = self.world.sharing == "single"
-        expected = (type(self.trainee).__name__,) if single else self.wrapper_names
-        if type(self.module).__name__ not in expected:
+        wrappers = {"single": type(self.trainee).__name__, "ddp": "DistributedDataParallel"}
+        expected = wrappers.get(self.world.sharing, "DeepSpeedEngine")
+        given = type(self.module).__name__
+        if given != expected:
             raise RunError(
-                f"accelerate gave {type(self.module).__name__} instead of {expected[0]}; weights "
-                "would not be shared"
+                f"accelerate gave {given} instead of {expected}; weights would not be shared"
             )
 
     def accumulating(self, last: bool) -> AbstractContextManager[None]:
@@ -155,10 +154,9 @@ class Copies:
             step = {"step": values["step"].clone()} if "exp_avg" in moments else {}
             self.set_moments(parameter, {**step, **moments})
 
-    def states(self) -> dict[Any, dict[str, Tensor]]:
+    def states(self) -> States:
         """The state of the optimizer by what it works on."""
-        states: dict[Any, dict[str, Tensor]] = self.optimizer.state
-        return states
+        return cast(States, self.optimizer.state)
 
     def moments(self, parameter: nn.Parameter) -> list[str]:
         """Names of the moments that a parameter has."""
@@ -170,7 +168,7 @@ class Copies:
         return _whole(self.states()[parameter][key])
 
     def set_moments(self, parameter: nn.Parameter, state: dict[str, Tensor]) -> None:
-        """Put a state, whole or of a shard, in the place of a parameter's."""
+        """Give a parameter this state, whole or of a shard."""
         self.states()[parameter] = state
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
@@ -181,8 +179,6 @@ class Copies:
 
 class Zero(Copies):
     """DeepSpeed shares optimizer states (zero1, zero2) or weights too (zero3)."""
-
-    wrapper_names = ("DeepSpeedEngine",)
 
     def wrap(self, make_optimizer: MakeOptimizer, config: TrainConfig) -> None:
         options = self.world.accelerator.state.deepspeed_plugin.deepspeed_config
@@ -238,9 +234,8 @@ class Zero(Copies):
             self.pieces()
         super().load_optimizer(values)
 
-    def states(self) -> dict[Any, dict[str, Tensor]]:
-        states: dict[Any, dict[str, Tensor]] = self.optimizer.optimizer.state
-        return states
+    def states(self) -> States:
+        return cast(States, self.optimizer.optimizer.state)
 
     def moments(self, parameter: nn.Parameter) -> list[str]:
         known = {key for state in self.states().values() for key in state}
@@ -304,16 +299,6 @@ class Sharded(Copies):
         return super().gather_weights()
 
 
-WRAPPERS: dict[str, type[Copies]] = {
-    "single": Copies,
-    "ddp": Copies,
-    "zero1": Zero,
-    "zero2": Zero,
-    "zero3": Zero,
-    "fsdp": Sharded,
-}
-
-
 def wrap(
     world: World, trainee: Trainee, make_optimizer: MakeOptimizer, config: TrainConfig
 ) -> Copies:
@@ -325,26 +310,27 @@ def wrap(
     if world.bf16:
         # The method itself, because DeepSpeed switches off an autocast around its engine.
         trainee.forward = torch.autocast(world.device.type, torch.bfloat16)(trainee.forward)  # type: ignore[method-assign]
-    return WRAPPERS[world.sharing](world, trainee, make_optimizer, config)
+    wrapper = Zero if world.zero else Sharded if world.sharing == "fsdp" else Copies
+    return wrapper(world, trainee, make_optimizer, config)
 
 
 def repeated_layers(draft: nn.Module) -> list[nn.Module]:
     """The decoder layers of a draft, in order; empty if there are none."""
     inner = [module for module in draft.modules() if module is not draft]
     lists = [module for module in inner if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=_parameter_count, default=()))
+    return list(max(lists, key=_numel, default=()))
 
 
-def _parameter_count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _numel(module: nn.Module) -> int:
+    return sum(map(torch.numel, module.parameters()))
 
 
 @torch.no_grad()
 def load_weights(draft: nn.Module, values: dict[str, Tensor]) -> None:
     """Put the result of `gather_weights` into a draft that is not wrapped yet."""
-    places = dict(draft.named_parameters()) | dict(draft.named_buffers())
+    tensors = dict(draft.named_parameters()) | dict(draft.named_buffers())
     for name, value in values.items():
-        places[name].copy_(value)
+        tensors[name].copy_(value)
 
 
 def _whole(value: Tensor) -> Tensor:

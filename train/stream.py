@@ -1,5 +1,5 @@
-"""The order of training data: an endless stream of shuffled epochs that depends on the place in it
-alone.
+"""The order of training data: an endless stream of shuffled epochs that depends on the position in
+it alone.
 
 So a resumed run needs to know its step and nothing else, and a step has the same units however it
 is divided (law 6).
@@ -15,7 +15,7 @@ from draftsmith.train.data import Examples, Indices
 
 
 def order(count: int, start: int, stop: int, seed: int) -> Indices:
-    """Row indices of places `start`..`stop` in the endless stream of freshly shuffled epochs."""
+    """Row indices of positions `start`..`stop` in the endless stream of freshly shuffled epochs."""
     pieces = []
     for epoch in range(start // count, math.ceil(stop / count)):
         shuffled = np.random.default_rng([seed, epoch]).permutation(count)
@@ -34,34 +34,34 @@ def shares(counts: Sequence[int], temperature: float) -> list[float]:
 
 
 class Draw(NamedTuple):
-    """Places of the stream that a domain fills, with `first`..`last` of its own stream.
+    """Positions of the stream that a domain fills, with `first`..`last` of its own stream.
 
-    places: counted from the first place that was asked for.
+    positions: counted from the first position that was asked for.
     """
 
-    places: Indices
+    positions: Indices
     first: int
     last: int
 
 
 def drawn(shares: Sequence[float], start: int, stop: int) -> list[Draw]:
-    """Divide the places `start`..`stop` of the stream among domains with these shares.
+    """Divide the positions `start`..`stop` of the stream among domains with these shares.
 
-    The first domain takes place g if floor((g + 1) p) > floor(g p), so its places are evenly
-    spread; the others divide the remaining places in the same way.
+    The first domain takes position g if floor((g + 1) p) > floor(g p), so its positions are evenly
+    spread; the others divide the remaining positions in the same way.
     """
-    places = np.arange(stop - start)
+    positions = np.arange(stop - start)
     left = sum(shares)
     draws = []
     for share in shares:
-        # How many places this domain has before each remaining one. 1e-9 keeps rounding from
+        # How many positions this domain has before each remaining one. 1e-9 keeps rounding from
         # lowering a floor by one.
         expected = np.arange(start, stop + 1) * min(1.0, share / (left or 1.0))
         before = np.floor(expected + 1e-9).astype(np.int64)
         taken = np.diff(before) > 0
-        draw = Draw(places[taken], int(before[0]), int(before[-1]))
+        draw = Draw(positions[taken], int(before[0]), int(before[-1]))
         draws.append(draw)
-        places = places[~taken]
+        positions = positions[~taken]
         left -= share
         start -= draw.first
         stop -= draw.last
@@ -84,7 +84,7 @@ def units(
     fraction: float = 0.0,
     temperature: float = 1.0,
 ) -> Indices:
-    """Unit indices of places `start`..`stop` in the endless stream, `fraction` of them replay,
+    """Unit indices of positions `start`..`stop` in the endless stream, `fraction` of them replay,
     evenly spread.
 
     Data and replay are each reshuffled in every epoch of their own. temperature: mixes domains of
@@ -108,5 +108,5 @@ def units(
     for domain, draw in zip(domains, draws, strict=True):
         if draw.last > draw.first:
             index = order(len(domain.units), draw.first, draw.last, domain.seed)
-            result[draw.places] = domain.units[index]
+            result[draw.positions] = domain.units[index]
     return result

@@ -62,9 +62,9 @@ class LiveTeacher:
         """`[C, V]`, exactly as the target's own forward gives them; log-probabilities of `ids` if
         the draft lacks some, minus infinity for `further` tokens.
         """
-        place_C = None
+        row_C = None
         if self.row_N is not None:
-            used, place_C = self.row_N[rows].unique_consecutive(return_inverse=True)
+            used, row_C = self.row_N[rows].unique_consecutive(return_inverse=True)
             rows = slice(int(used[0]), int(used[-1]) + 1)
         weight_VH = self.projection.weight_VH
         bias_V = self.projection.bias_V
@@ -79,7 +79,7 @@ class LiveTeacher:
             logits_CV = whole_CW[:, self.ids] - whole_CW.logsumexp(-1, keepdim=True)
         elif self.further:
             logits_CV = F.pad(logits_CV, (0, self.further), value=-math.inf)
-        return logits_CV if place_C is None else logits_CV[place_C]
+        return logits_CV if row_C is None else logits_CV[row_C]
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ class StoredTeacher:
         nothing_C1 = logprobs_CK.amax(-1, keepdim=True) == -math.inf
         tail_C1 = torch.where(nothing_C1, tail_C1.clamp_min(_NEGLIGIBLE_LOG_MASS), tail_C1)
         # A row may list every token, or the draft give zero mass to all others: then there is no
-        # tail to place.
+        # tail.
         tail_CV = torch.where(rest_CV > -math.inf, rest_CV - norm_C1 + tail_C1, -math.inf)
         return torch.maximum(top_CV, tail_CV)
 

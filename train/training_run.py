@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.devices import attention_of_any_length
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import refuse_foreign, remove_leftovers, sha256_file
+from draftsmith.core.io import JsonObject, refuse_foreign, remove_leftovers, sha256_file
 from draftsmith.core.launcher import leave_processes
 from draftsmith.core.models import (
     check_tokenizer,
@@ -47,7 +47,7 @@ from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_di
 from draftsmith.core.wandb_runs import check_tracker
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.load import Draft, check_draft_vocabulary, draft_fingerprint
+from draftsmith.drafts.load import Draft, check_tokens_agree, draft_fingerprint
 from draftsmith.train import checkpoint, draft_setup, tracking
 from draftsmith.train.batches import collate
 from draftsmith.train.config import Optim, TrainConfig
@@ -73,6 +73,11 @@ from draftsmith.train.world import make_world
 log = logging.getLogger(__name__)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.
 _CALIBRATION_ROWS = 512
+# Of the record of a draft.
+_SUMMARY = (
+    *("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"),
+    *("confidence_error", "fingerprint"),
+)
 # Below this alpha one drafted token saves less than the cheapest step of a draft costs.
 _NO_USE = 0.05
 
@@ -84,7 +89,7 @@ def train(
     *,
     loss: LossFn | None = None,
     **options: Any,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Train to the end, resuming what a killed run left. Return the summary.
 
     command: the command line to record. loss: your own loss in place of `config.objective`
@@ -115,24 +120,19 @@ def train(
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
         _refuse_more_steps(config)
         run.begin(job.identity, ("run/run.json",), known_by_content(config))
-        for place in (job.run_dir, job.checkpoints):
-            on_main(partial(remove_leftovers, place))
+        for directory in (job.run_dir, job.checkpoints):
+            on_main(partial(remove_leftovers, directory))
         if from_main(lambda: checkpoint.is_published(job)):
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            settings = job.identity["config"] | known_by_content(config)
+            settings = {"config": job.identity["config"] | known_by_content(config)}
             tracking.start(
-                job.world.accelerator,
-                out,
-                job.identity | {"config": settings},
-                tracker=config.tracker,
+                job.world.accelerator, out, job.identity | settings, tracker=config.tracker
             )
             record = _publish(job, _fit(loaded, run.stop), command)
     atexit.register(leave_processes)
-    keys = ["objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"]
-    keys += ["confidence_error", "fingerprint"]
-    summary = {"checkpoint": str(out)} | {key: record[key] for key in keys if key in record}
+    summary = {"checkpoint": str(out)} | {key: record[key] for key in _SUMMARY if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
 
 
@@ -185,24 +185,6 @@ def _fit(loaded: _Prepared, stop: StopSignal) -> Progress:
     return done
 
 
-def _load_job(config: TrainConfig, loss: LossFn | None) -> TrainingJob:
-    """Load target, tokenizer and data."""
-    objective = parse_objective(config.objective, config.temperature)
-    if loss is not None:
-        objective = custom_objective(loss, config.temperature)
-    check_tracker(config.tracker)
-    world = make_world(config)
-    config = replace(config, optim=_with_name(config, zero=world.zero))
-    tokenizer = _tokenizer(config)
-    date = _date(config, tokenizer)
-    options: Any = loading(config) | {"device": str(world.device)}
-    target = load_model(config.target, **options) if config.target else None
-    with world.accelerator.main_process_first():
-        ends = () if target is None else eos_ids(target)
-        training, heldout = _examples(config, tokenizer, ends)
-    return TrainingJob(config, world, objective, training, heldout, tokenizer, target, date=date)
-
-
 def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
     """Return the date in the data's prompts, if the chat template prints one; chats that are text
     get that of the distilled sets beside them.
@@ -222,8 +204,23 @@ def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
 
 
 def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
-    """Load the job and its draft, check that they fit, and put the draft into its trainee."""
-    job = _load_job(config, loss)
+    """Load target, tokenizer, data and draft, check that they fit, and put the draft into its
+    trainee.
+    """
+    objective = parse_objective(config.objective, config.temperature)
+    if loss is not None:
+        objective = custom_objective(loss, config.temperature)
+    check_tracker(config.tracker)
+    world = make_world(config)
+    config = replace(config, optim=_with_name(config, zero=world.zero))
+    tokenizer = _tokenizer(config)
+    date = _date(config, tokenizer)
+    options: JsonObject = loading(config) | {"device": str(world.device)}
+    target = load_model(config.target, **options) if config.target else None
+    with world.accelerator.main_process_first():
+        ends = () if target is None else eos_ids(target)
+        training, heldout = _examples(config, tokenizer, ends)
+    job = TrainingJob(config, world, objective, training, heldout, tokenizer, target, date=date)
     torch.manual_seed(config.seed)
     draft = draft_setup.build(config, job.target, job.training)
     _check(job, draft)
@@ -267,7 +264,7 @@ def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
     return replace(job, config=replace(job.config, optim=chosen))
 
 
-def _identity(job: TrainingJob, draft: Draft) -> dict[str, Any]:
+def _identity(job: TrainingJob, draft: Draft) -> JsonObject:
     """Return what decides the result of a run, as plain JSON."""
     target = job.target
     identity = {
@@ -312,9 +309,8 @@ def _announce(job: TrainingJob) -> None:
         )
 
 
-def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
+def _publish(job: TrainingJob, done: Progress, command: str) -> JsonObject:
     config = job.config
-    training = job.training
     position = done.position
     objective = job.objective.spec
     _warn_of_no_use(position)
@@ -325,9 +321,9 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
         "target_fingerprint": job.identity["target_fingerprint"],
         **({} if job.date is None else {"date": job.date}),
         "data": {
-            "training": _data_record(training),
+            "training": _data_record(job.training),
             "heldout": _data_record(job.heldout),
-            "response_tokens": int(training.valid_tokens.sum()),
+            "response_tokens": int(job.training.valid_tokens.sum()),
         },
         "processes": job.world.size,
         "sharing": job.world.sharing,
@@ -339,19 +335,16 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> dict[str, Any]:
     }
 
     def write() -> None:
-        best = draft_setup.build(config, job.target, training)
+        best = draft_setup.build(config, job.target, job.training)
         load_weights(best, done.best)
         if isinstance(best, DraftVocabulary):
             best.read_draft_vocab()
         if isinstance(best, BlockHead) and best.config.confidence:
             record.update(_calibrate(job, best))
         record["fingerprint"] = draft_fingerprint(best)
-
-        def write_files(directory: Path) -> None:
+        with checkpoint.publish(job, record) as directory:
             draft_setup.write(best, directory)
-            write_prompt_hashes(directory, trained_prompts(training))
-
-        checkpoint.publish(job, write_files, record)
+            write_prompt_hashes(directory, trained_prompts(job.training))
 
     on_main(write)
     tracking.finish(job.world.accelerator, record, Path(config.out))
@@ -369,12 +362,8 @@ def _warn_of_no_use(position: Position) -> None:
         )
 
 
-def _data_record(examples: Examples) -> dict[str, Any]:
-    return {
-        "rows": len(examples.rows),
-        "dropped": examples.dropped,
-        "digest": examples.digest,
-    }
+def _data_record(examples: Examples) -> JsonObject:
+    return {"rows": len(examples.rows), "dropped": examples.dropped, "digest": examples.digest}
 
 
 def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
@@ -401,24 +390,17 @@ def _check(job: TrainingJob, draft: Draft) -> None:
     """
     config = job.config
     target = job.target
-    models: dict[str, PreTrainedModel] = {}
     sizes: dict[str, int] = {}
-    if isinstance(draft, PreTrainedModel):
-        models["draft"] = draft
-    else:
+    if not isinstance(draft, PreTrainedModel):
         sizes["draft"] = draft.vocab_size
-    if target is not None:
-        models["target"] = target
-    if job.tokenizer is not None:
+    elif job.tokenizer is not None:
         # Fresh weights come without a tokenizer that could differ from the target's.
         if config.draft is not None and target is not None:
-            check_draft_vocabulary(
-                config.draft, draft, target, job.tokenizer, config.trust_remote_code
-            )
-        if "draft" in models:
-            name = config.draft or config.draft_config or "draft"
-            check_tokenizer(name, models["draft"], job.tokenizer)
-    for role, model in models.items():
+            check_tokens_agree(config.draft, draft, target, job.tokenizer, config.trust_remote_code)
+        check_tokenizer(config.draft or config.draft_config or "draft", draft, job.tokenizer)
+    for role, model in (("draft", draft), ("target", target)):
+        if not isinstance(model, PreTrainedModel):
+            continue
         sizes[role] = vocabulary_size(model)
         limit = context_length(model)
         if limit is not None and config.max_length > limit:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jinja2
 import yaml
-from huggingface_hub import metadata_load
+from huggingface_hub import CardData, metadata_load
 
 from draftsmith.core.errors import InputError, change_texts
 from draftsmith.core.hub import PLACEHOLDER, cached, is_hub_name
@@ -60,7 +60,7 @@ def checkpoint_card(
         # The hub lists a model under what its weights started from; a head or a fresh draft under
         # its target.
         "base_model": on_hub[0] if on_hub else None,
-        "datasets": sorted(name for name in datasets if name),
+        "datasets": sorted(name for name in datasets if name) or None,
         "library_name": "transformers" if is_lm else "draftsmith",
         "license": licence,
         "pipeline_tag": "text-generation",
@@ -68,12 +68,10 @@ def checkpoint_card(
     }
     _, serve = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
     measured = [key for key in _MEASURED if key in record]
-    values = {} if results is None else _evaluated(results, draft or "")
+    values: JsonObject = {} if results is None else _evaluated(results, draft or "")
     values |= {
         "heldout": [(_MEASURED[key], f"{record[key]:.4f}") for key in measured],
         "vllm": serve,
-        "config": config,
-        "kind": kind,
         "is_lm": is_lm,
         "target": target,
         "draft": draft,
@@ -107,7 +105,7 @@ def distilled_set_card(manifest: JsonObject) -> str:
     for reason, count in manifest["finish_reasons"].items():
         rows[f"ended by {reason}"] = count
     rows["target fingerprint"] = manifest["identity"]["target_fingerprint"]
-    values = {"config": config, "made": list(rows.items()), "licence": about_licence}
+    values = {"made": list(rows.items()), "licence": about_licence}
     return _card("distilled_set.md.j2", header, manifest, values)
 
 
@@ -167,31 +165,23 @@ def _hub_dataset(source: str) -> str | None:
 
 
 def _made(record: JsonObject, config: JsonObject, sets: Sequence[str]) -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = [
-        ("started from", config.get("draft") or "fresh weights"),
-        ("data", ", ".join(sets)),
-    ]
-    data = record.get("data", {})
-    optimizer = config.get("optim", {})
-    rows.append(("response tokens", data.get("response_tokens")))
-    rows.append(("learning rate", optimizer.get("lr")))
-    rows.append(("seed", config.get("seed")))
-    for key in (
-        "objective",
-        "steps",
-        "best_step",
-        "fingerprint",
-        "target_fingerprint",
-    ):
-        rows.append((key.replace("_", " "), record.get(key)))
-    return [(what, value) for what, value in rows if value is not None]
+    rows = {
+        "started from": config.get("draft") or "fresh weights",
+        "data": ", ".join(sets),
+        "response tokens": record.get("data", {}).get("response_tokens"),
+        "learning rate": config.get("optim", {}).get("lr"),
+        "seed": config.get("seed"),
+    }
+    for key in ("objective", "steps", "best_step", "fingerprint", "target_fingerprint"):
+        rows[key.replace("_", " ")] = record.get(key)
+    return [(what, value) for what, value in rows.items() if value is not None]
 
 
 def _evaluated(results: JsonObject, draft: str) -> JsonObject:
     """alpha of the base and of this draft by prompt set and temperature, then tokens per target
     call by method.
     """
-    names = list(dict.fromkeys((results["base"], draft)))
+    names = dict.fromkeys((results["base"], draft))
     suites = {suite["name"] for suite in results["suites"]}
     rows = [row for row in results["rows"] if row["domain"] in suites]
     # alpha by draft, prompt set and temperature.
@@ -204,17 +194,13 @@ def _evaluated(results: JsonObject, draft: str) -> JsonObject:
     for row in rows:
         suite = row["domain"]
         temperature = row["temperature"]
-        if row["draft"] != draft:
-            continue
-        if row["figure"] == "alpha":
-            kind = row["kind"].upper()
+        if row["draft"] == draft and row["figure"] == "alpha":
             of_names = [intervals[name, suite, temperature] for name in names]
-            alphas.append([f"{suite} ({kind})", temperature, *of_names])
-        elif row["figure"] == "tau":
+            alphas.append([f"{suite} ({row['kind'].upper()})", temperature, *of_names])
+        if row["draft"] == draft and row["figure"] == "tau":
             method = f"{row['tree']}, {row['verifier']}"
             calls.append([suite, temperature, method, _interval(row)])
-    columns = [f"alpha of {name}" for name in names]
-    head = ["prompts", "temperature", *columns]
+    head = ["prompts", "temperature", *(f"alpha of {name}" for name in names)]
     return {"results": results, "alpha_head": head, "alphas": alphas, "calls": calls}
 
 
@@ -246,9 +232,7 @@ def _card(template: str, header: JsonObject, record: JsonObject, values: JsonObj
         "here": PLACEHOLDER,
         "versions": ", ".join(f"{name} {versions[name]}" for name in known),
     }
-    stated = {key: value for key, value in header.items() if value}
-    head = yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
     # A line break in a name would begin a line of the page.
     values = change_texts(values | {"record": record}, lambda text: " ".join(text.split()))
     body = pages.get_template(template).render(values)
-    return f"---\n{head}---\n\n{body}"
+    return f"---\n{CardData(**header).to_yaml()}\n---\n\n{body}"

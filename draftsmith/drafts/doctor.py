@@ -47,7 +47,7 @@ class Support:
 
 
 @cache
-def engine_classes() -> dict[str, dict[str, Any]]:
+def engine_classes() -> dict[str, JsonObject]:
     """By engine: its `version`, and lists of names of classes, or of model types, that it takes as
     a target by its own sources. Nothing is said of a class that is not there.
 

@@ -10,6 +10,7 @@ EAGLE-3 head (`d2t`). Loading keeps only their rows of the output projection.
 Legend: V the whole vocabulary, D tokens of the draft vocabulary, N tokens of a text.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -40,10 +41,7 @@ def check_draft_vocabulary(option: str, size: int, whole: int, has_one: str | No
 
 def token_counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
     """How often each token occurs in these sequences."""
-    counts: Counter[int] = Counter()
-    for tokens in rows:
-        counts.update(tokens)
-    return counts
+    return Counter(itertools.chain.from_iterable(rows))
 
 
 def commonest_tokens(counts: Counter[int], size: int) -> list[int]:
@@ -56,10 +54,10 @@ def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
     """The token that is rarest in the text; of several the last, which in a padded vocabulary is
     unused.
 
-    Not one without an embedding, as padding often is: masked slots would begin as zeros, without a
-    place.
+    Not one without an embedding, as padding often is: masked slots would begin as zeros, all alike.
     """
-    embedded: list[int] = embedding_VH.abs().amax(-1).nonzero().flatten().tolist()
+    largest_V = embedding_VH.abs().amax(-1)
+    embedded: list[int] = largest_V.nonzero().flatten().tolist()
     return min(embedded, key=lambda token: (counts[token], -token))
 
 
@@ -211,13 +209,8 @@ def trim(model: PreTrainedModel, ids_D: Tensor) -> None:
     ids_D = ids_D.to(output.weight.device)
     # On the meta device, so that no weights are drawn: that would move the global random state.
     rows = nn.Linear(output.in_features, len(ids_D), bias=output.bias is not None, device="meta")
-    rows.weight = nn.Parameter(
-        output.weight.detach()[ids_D], requires_grad=output.weight.requires_grad
-    )
-    if output.bias is not None:
-        rows.bias = nn.Parameter(
-            output.bias.detach()[ids_D], requires_grad=output.bias.requires_grad
-        )
+    for name, whole in output.named_parameters():
+        setattr(rows, name, nn.Parameter(whole.detach()[ids_D], whole.requires_grad))
     rows.train(output.training)
     # The embedding stays whole, so that the two are no longer one tensor.
     model.config.get_text_config(decoder=True).tie_word_embeddings = False

@@ -40,20 +40,14 @@ class Serving:
             out = f"{directory.name}.{form}"
             # A target and a draft of one name are two directories all the same.
             named[role] = out = f"{role}-{out}" if out in named.values() else out
-            words = ["draftsmith", "export", "--draft", name, "--format", form, "--out", out]
+            words = ["draftsmith", "export", "--draft", name]
             if form == "openvino":  # which its own tool writes
-                words = [
-                    "optimum-cli",
-                    "export",
-                    form,
-                    "--model",
-                    name,
-                    "--task",
-                    "text-generation-with-past",
-                ]
-                words += ["--weight-format", "fp32", out]
-            elif role == "draft" and kind != "draft":
-                words[4:4] = ["--target", target]
+                words = ["optimum-cli", "export", form, "--model", name, "--task"]
+                words += ["text-generation-with-past", "--weight-format", "fp32", out]
+            else:
+                if role == "draft" and kind != "draft":
+                    words += ["--target", target]
+                words += ["--format", form, "--out", out]
             exports.append(shlex.join(words))
         config = {"method": self.method, "model": named["draft"], "num_speculative_tokens": tokens}
         if kind == "mtp":  # part of the model that is served
@@ -70,7 +64,6 @@ class Serving:
         return tuple(exports), f"{command}  # {note}" if note else command
 
 
-SERVING: dict[str, dict[str, Serving]] = {
-    engine: {kind: Serving(**values) for kind, values in kinds.items()}
-    for engine, kinds in read_table("serving.yaml").items()
-}
+SERVING: dict[str, dict[str, Serving]] = {}
+for _engine, _kinds in read_table("serving.yaml").items():
+    SERVING[_engine] = {kind: Serving(**values) for kind, values in _kinds.items()}

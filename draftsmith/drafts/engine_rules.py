@@ -1,25 +1,24 @@
-"""What each engine and each format of `export` requires of a pair, in one table: `RULES`.
-
-Rules for language models repeat what the engine checks when it loads a pair (its sources, November
-2026). Rules for heads name what a layout cannot express: its engine would compute other logits
-without an error.
+"""What each engine and each format of `export` requires of a pair: `rules.yaml` is the table, and
+the methods of `Pair` say in which way a pair breaks a rule.
 """
 
 import re
-from collections.abc import Callable, Set
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import transformers
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import text_config
 from draftsmith.core.tokenization import Tokenizer
-from draftsmith.drafts.config import BLOCK_KINDS, Format
+from draftsmith.drafts.config import Format
 from draftsmith.drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
 from draftsmith.drafts.layouts.mtp import written_for
 from draftsmith.drafts.load import Source
+from draftsmith.drafts.tables import read_table
 
 # vLLM takes a draft for a head if its path contains one of these, whatever the files say.
 PATH_TRAPS = ("eagle-", "eagle3", "dflash", "dspark")
@@ -37,7 +36,7 @@ class Model:
     """The parts of a language model that rules read."""
 
     name: str
-    config: Any
+    config: PretrainedConfig
     tokenizer: Tokenizer | None
     architecture: str | None = None
     """Class of the whole model, as config.json names it."""
@@ -62,10 +61,33 @@ class Model:
         return getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
 
 
+def path_trap(path: str) -> str | None:
+    """Return the word in the path that makes vLLM load the draft as a head."""
+    whole = str(Path(path).resolve()).lower()
+    return next((word for word in PATH_TRAPS if word in whole), None)
+
+
+def _rope_type(config: object) -> str:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return str(rope.get("rope_type", "default"))
+
+
+def _vocabulary_error(model: Model | Source, size: int) -> str | None:
+    if model.tokenizer is None:
+        return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
+    try:
+        described(model.tokenizer, size)
+    except InputError as error:
+        return str(error)
+    return None
+
+
 @dataclass(frozen=True)
 class Pair:
     """The language models of a pair, target first. source: the head and its target, if the draft
     is a head.
+
+    A method named in `rules.yaml` says in which way the pair breaks that rule; None if it does not.
     """
 
     models: tuple[Model, ...]
@@ -82,350 +104,244 @@ class Pair:
         return self.source.draft
 
     @property
+    def target(self) -> PreTrainedModel:
+        """The target of a head."""
+        assert self.source is not None and self.source.target is not None
+        return self.source.target
+
+    @property
     def states(self) -> list[int]:
         """Indices of the target's hidden states that the head reads."""
         return list(self.head.hidden_layers)
 
     @property
     def target_layers(self) -> int:
-        assert self.source is not None and self.source.target is not None
-        return int(text_config(self.source.target).num_hidden_layers)
+        return int(text_config(self.target).num_hidden_layers)
 
+    # Language models.
 
-def path_trap(path: str) -> str | None:
-    """Return the word in the path that makes vLLM load the draft as a head."""
-    whole = str(Path(path).resolve()).lower()
-    return next((word for word in PATH_TRAPS if word in whole), None)
+    def no_model_alone(self) -> str | None:
+        name = self.models[1].architecture or ""
+        reads = f"the draft is a {name}, which reads its target's keys and values"
+        return reads if "Assistant" in name else None
 
+    def stateful(self) -> str | None:
+        name = self.models[0].architecture
+        model = getattr(transformers, name or "", None)
+        if not getattr(model, "_is_stateful", False):
+            return None
+        return f"the target, a {name}, keeps a state that cannot go back"
 
-def _rope_type(config: Any) -> str:
-    rope = getattr(config, "rope_parameters", None) or {}
-    return str(rope.get("rope_type", "default"))
+    def sizes_differ(self) -> str | None:
+        target, draft = (model.size for model in self.models)
+        if target == draft:
+            return None
+        return f"the draft's vocabulary has {draft} tokens and the target's {target}"
 
+    def path_of_a_head(self) -> str | None:
+        trap = path_trap(self.models[1].name)
+        return trap and f"the draft's path has '{trap}' in it, so vLLM would load it as a head"
 
-# Language models.
-
-
-def _no_model_alone(pair: Pair) -> str | None:
-    name = pair.models[1].architecture or ""
-    if "Assistant" not in name:
+    def no_cpu_kernel(self) -> str | None:
+        sizes = {model.name: model.head_size for model in self.models}
+        if self.source is not None and self.kind != "medusa":
+            sizes[self.source.name] = self.head.config.head_dim
+        known = ", ".join(map(str, _VLLM_CPU_HEADS))
+        for name, size in sizes.items():
+            if size is not None and size not in _VLLM_CPU_HEADS:
+                return f"{name} has attention heads of size {size}; vLLM takes {known}"
         return None
-    return f"the draft is a {name}, which reads its target's keys and values"
 
-
-def _stateful(pair: Pair) -> str | None:
-    model = getattr(transformers, pair.models[0].architecture or "", None)
-    if not getattr(model, "_is_stateful", False):
+    def not_written_as_gguf(self) -> str | None:
+        for model in self.models:
+            kind = model.config.model_type
+            rope = _rope_type(model.config)
+            layers = getattr(model.config, "layer_types", None) or ["full_attention"]
+            window = kind == "mistral" and getattr(model.config, "sliding_window", None)
+            if kind not in ARCHITECTURES:
+                return f"{model.name} is a {kind} model, which export does not write as GGUF"
+            if window or set(layers) != {"full_attention"}:
+                return f"{model.name} has sliding attention"
+            if kind != "qwen2" and getattr(model.config, "attention_bias", False):
+                return f"{model.name} has biases in its attention"
+            if rope not in ROPES:
+                return f"{model.name}: export cannot write RoPE type '{rope}'"
         return None
-    return f"the target, a {pair.models[0].architecture}, keeps a state that cannot go back"
 
+    def no_gguf_tokenizer(self) -> str | None:
+        errors = (_vocabulary_error(model, model.size) for model in self.models)
+        return next(filter(None, errors), None)
 
-def _sizes_differ(pair: Pair) -> str | None:
-    target, draft = (model.size for model in pair.models)
-    if target == draft:
+    def tokens_differ(self) -> str | None:
+        """How the vocabularies of target and draft differ by llama.cpp's rules."""
+        target, draft = (described(m.tokenizer, m.size) for m in self.models if m.tokenizer)
+        if target.model != draft.model:
+            return f"vocabulary types differ: {target.model} (target), {draft.model} (draft)"
+        for flag in ("bos", "eos"):
+            if target.added[flag] != draft.added[flag]:
+                return (
+                    f"only one of them adds {flag.upper()} to a text, or they add different tokens"
+                )
+        if abs(len(target.tokens) - len(draft.tokens)) > _LLAMA_SIZES_APART:
+            return f"{self.sizes_differ()}; they may differ by {_LLAMA_SIZES_APART}"
+        for i, (ours, theirs) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
+            if i >= _LLAMA_FIRST_TEXT and ours != theirs:
+                return f"token {i} is {ascii(ours)} to the target and {ascii(theirs)} to the draft"
         return None
-    return f"the draft's vocabulary has {draft} tokens and the target's {target}"
 
-
-def _path_of_a_head(pair: Pair) -> str | None:
-    trap = path_trap(pair.models[1].name)
-    return trap and f"the draft's path has '{trap}' in it, so vLLM would load it as a head"
-
-
-def _no_cpu_kernel(pair: Pair) -> str | None:
-    sizes = {model.name: model.head_size for model in pair.models}
-    if pair.source is not None and pair.kind != "medusa":
-        sizes[pair.source.name] = pair.head.config.head_dim
-    known = ", ".join(map(str, _VLLM_CPU_HEADS))
-    for name, size in sizes.items():
-        if size is not None and size not in _VLLM_CPU_HEADS:
-            return f"{name} has attention heads of size {size}; vLLM takes {known}"
-    return None
-
-
-def _not_written_as_gguf(pair: Pair) -> str | None:
-    for model in pair.models:
-        kind = model.config.model_type
-        rope = _rope_type(model.config)
-        layers = getattr(model.config, "layer_types", None) or ["full_attention"]
-        window = kind == "mistral" and getattr(model.config, "sliding_window", None)
-        if kind not in ARCHITECTURES:
-            return f"{model.name} is a {kind} model, which export does not write as GGUF"
-        if window or set(layers) != {"full_attention"}:
-            return f"{model.name} has sliding attention"
-        if kind != "qwen2" and getattr(model.config, "attention_bias", False):
-            return f"{model.name} has biases in its attention"
-        if rope not in ROPES:
-            return f"{model.name}: export cannot write RoPE type '{rope}'"
-    return None
-
-
-def _no_gguf_tokenizer(pair: Pair) -> str | None:
-    for model in pair.models:
-        if error := _vocabulary_error(model, model.size):
-            return error
-    return None
-
-
-def _vocabulary_error(model: Model | Source, size: int) -> str | None:
-    if model.tokenizer is None:
-        return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
-    try:
-        described(model.tokenizer, size)
-    except InputError as error:
-        return str(error)
-    return None
-
-
-def _tokens_differ(pair: Pair) -> str | None:
-    """How the vocabularies of target and draft differ by llama.cpp's rules."""
-    target, draft = (described(m.tokenizer, m.size) for m in pair.models if m.tokenizer is not None)
-    if target.model != draft.model:
-        return f"vocabulary types differ: {target.model} (target), {draft.model} (draft)"
-    for flag in ("bos", "eos"):
-        if target.added[flag] != draft.added[flag]:
-            return f"only one of them adds {flag.upper()} to a text, or they add different tokens"
-    if abs(len(target.tokens) - len(draft.tokens)) > _LLAMA_SIZES_APART:
-        return f"{_sizes_differ(pair)}; they may differ by {_LLAMA_SIZES_APART}"
-    for i, (ours, theirs) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
-        if i >= _LLAMA_FIRST_TEXT and ours != theirs:
-            return f"token {i} is {ascii(ours)} to the target and {ascii(theirs)} to the draft"
-    return None
-
-
-def _not_built_as_onnx(pair: Pair) -> str | None:
-    for model in pair.models:
-        size = model.head_size
-        if size is None:
-            return f"{model.name} has no attention heads, and the engine's builder needs them"
-        if size % 16:
-            heads = f"{model.name} has attention heads of size {size}"
-            return f"{heads}; the engine needs a multiple of 16"
-    return None
-
-
-# Heads: what the target does to logits and embeddings.
-
-
-def _logits_changed(pair: Pair) -> str | None:
-    projection = pair.head.borrowed.projection
-    if projection.softcap:
-        return f"the target caps its logits at {projection.softcap}"
-    if projection.scale != 1:
-        return f"the target scales its logits by {projection.scale:g}"
-    return None
-
-
-def _logits_biased(pair: Pair) -> str | None:
-    if pair.head.borrowed.projection.bias_V is None:
+    def not_built_as_onnx(self) -> str | None:
+        for model in self.models:
+            size = model.head_size
+            if size is None:
+                return f"{model.name} has no attention heads, and the engine's builder needs them"
+            if size % 16:
+                heads = f"{model.name} has attention heads of size {size}"
+                return f"{heads}; the engine needs a multiple of 16"
         return None
-    return "the target has a bias in its output projection"
 
+    # Heads: what the target does to logits and embeddings.
 
-def _sglang_embedding(pair: Pair) -> str | None:
-    if not pair.head.borrowed.scales_embedding:
+    def logits_changed(self) -> str | None:
+        projection = self.head.borrowed.projection
+        if projection.softcap:
+            return f"the target caps its logits at {projection.softcap}"
+        if projection.scale != 1:
+            return f"the target scales its logits by {projection.scale:g}"
         return None
-    scaled = "the target scales its embedding (the Gemma family)"
-    return f"{scaled}, and SGLang gives a head the unscaled one"
 
+    def logits_biased(self) -> str | None:
+        biased = self.head.borrowed.projection.bias_V is not None
+        return "the target has a bias in its output projection" if biased else None
 
-def _speculators_embedding(pair: Pair) -> str | None:
-    if not pair.head.borrowed.scales_embedding:
+    def _scaled_embedding(self, engine: str) -> str | None:
+        if not self.head.borrowed.scales_embedding:
+            return None
+        return f"the target scales its embedding (the Gemma family), and {engine} the unscaled one"
+
+    def sglang_embedding(self) -> str | None:
+        return self._scaled_embedding("SGLang gives a head")
+
+    def speculators_embedding(self) -> str | None:
+        return self._scaled_embedding("speculators gives a block")
+
+    # Heads: their variants.
+
+    def windowed(self) -> str | None:
+        window = self.head.config.window
+        attends = f"the head attends to a window of {window} tokens"
+        return window and f"{attends}, which this layout supports for causal blocks only"
+
+    def _norm_moved(self, *options: str) -> str | None:
+        for option in options:
+            if getattr(self.head.config, option):
+                return f"the head sets '{option}', which moves a norm"
         return None
-    scaled = "the target scales its embedding (the Gemma family)"
-    return f"{scaled}, and speculators gives a block the unscaled one"
 
+    def norm_before_residual(self) -> str | None:
+        return self._norm_moved("norm_before_residual")
 
-# Heads: their variants.
+    def other_norms(self) -> str | None:
+        return self._norm_moved("norm_output", "norm_before_fc", "fc_norm")
 
+    def longrope(self) -> str | None:
+        if _rope_type(self.head.config) != "longrope":
+            return None
+        return "the head's rope is longrope, whose factors an engine chooses by its longest text"
 
-def _windowed(pair: Pair) -> str | None:
-    window = pair.head.config.window
-    attends = f"the head attends to a window of {window} tokens"
-    return window and f"{attends}, which this layout supports for causal blocks only"
+    def too_few_states(self) -> str | None:
+        if len(set(self.states)) >= 3:
+            return None
+        return f"the head reads states {self.states} of a target of {self.target_layers} layers"
 
+    def normed_last(self) -> str | None:
+        normed = self.head.config.last_tap == "normed"
+        trained = "the head was trained on the target's last state behind the final norm"
+        return trained if normed else None
 
-def _norm_before_residual(pair: Pair) -> str | None:
-    return _norm_moved(pair, "norm_before_residual")
+    def reads_last(self) -> str | None:
+        if max(self.states) < self.target_layers:
+            return None
+        return f"the head reads the output of the last layer (states {self.states})"
 
+    def reads_embedding(self) -> str | None:
+        if min(self.states) >= 1:
+            return None
+        return f"the head reads states {self.states}, and SGLang cannot give the embedding"
 
-def _other_norms(pair: Pair) -> str | None:
-    return _norm_moved(pair, "norm_output", "norm_before_fc", "fc_norm")
+    def authors_head_size(self) -> str | None:
+        layer = self.head.config
+        if layer.head_dim * layer.num_attention_heads == layer.hidden_size:
+            return None
+        sizes = f"{layer.head_dim} is not {layer.hidden_size} / {layer.num_attention_heads}"
+        return f"head size {sizes}, which SafeAILab's code assumes"
 
+    def authors_rope(self) -> str | None:
+        rope = _rope_type(self.head.config)
+        if rope in _AUTHORS_ROPES:
+            return None
+        return f"rope of type '{rope}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})"
 
-def _norm_moved(pair: Pair, *options: str) -> str | None:
-    for option in options:
-        if getattr(pair.head.config, option):
-            return f"the head sets '{option}', which moves a norm"
-    return None
+    def authors_states(self) -> str | None:
+        layers = self.target_layers
+        fixed = [2, layers // 2, layers - 3]
+        if self.states == fixed:
+            return None
+        always = f"SafeAILab's code always gives {fixed} of {layers} layers"
+        return f"the head reads states {self.states} and {always}"
 
+    def gguf_rope(self) -> str | None:
+        rope = _rope_type(self.head.config)
+        return None if rope in ROPES else f"export cannot write RoPE type '{rope}'"
 
-def _longrope(pair: Pair) -> str | None:
-    if _rope_type(pair.head.config) != "longrope":
+    def no_gguf_tokens(self) -> str | None:
+        assert self.source is not None
+        return _vocabulary_error(self.source, self.head.vocab_size)
+
+    def no_mtp_layer(self) -> str | None:
+        family = text_config(self.target).model_type
+        written = written_for(family)
+        if written is None:
+            return f"no engine reads an MTP layer of a {family} model"
+        head = self.head.config
+        same_layer = head.layer["model_type"] == (written.family or family)
+        if not same_layer or head.hidden_first != written.hidden_first:
+            return f"the head's layer is not one of a {family} model"
         return None
-    return "the head's rope is longrope, whose factors an engine chooses by its longest text"
 
-
-def _too_few_states(pair: Pair) -> str | None:
-    if len(set(pair.states)) >= 3:
-        return None
-    return f"the head reads states {pair.states} of a target of {pair.target_layers} layers"
-
-
-def _normed_last(pair: Pair) -> str | None:
-    if pair.head.config.last_tap != "normed":
-        return None
-    return "the head was trained on the target's last state behind the final norm"
-
-
-def _reads_last(pair: Pair) -> str | None:
-    if max(pair.states) < pair.target_layers:
-        return None
-    return f"the head reads the output of the last layer (states {pair.states})"
-
-
-def _reads_embedding(pair: Pair) -> str | None:
-    if min(pair.states) >= 1:
-        return None
-    return f"the head reads states {pair.states}, and SGLang cannot give the embedding"
-
-
-def _authors_head_size(pair: Pair) -> str | None:
-    layer = pair.head.config
-    if layer.head_dim * layer.num_attention_heads == layer.hidden_size:
-        return None
-    sizes = f"{layer.head_dim} is not {layer.hidden_size} / {layer.num_attention_heads}"
-    return f"head size {sizes}, which SafeAILab's code assumes"
-
-
-def _authors_rope(pair: Pair) -> str | None:
-    rope = _rope_type(pair.head.config)
-    if rope in _AUTHORS_ROPES:
-        return None
-    return f"rope of type '{rope}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})"
-
-
-def _authors_states(pair: Pair) -> str | None:
-    layers = pair.target_layers
-    fixed = [2, layers // 2, layers - 3]
-    if pair.states == fixed:
-        return None
-    always = f"SafeAILab's code always gives {fixed} of {layers} layers"
-    return f"the head reads states {pair.states} and {always}"
-
-
-def _gguf_rope(pair: Pair) -> str | None:
-    rope = _rope_type(pair.head.config)
-    return None if rope in ROPES else f"export cannot write RoPE type '{rope}'"
-
-
-def _no_gguf_tokens(pair: Pair) -> str | None:
-    assert pair.source is not None
-    return _vocabulary_error(pair.source, pair.head.vocab_size)
-
-
-def _no_mtp_layer(pair: Pair) -> str | None:
-    assert pair.source is not None and pair.source.target is not None
-    family = text_config(pair.source.target).model_type
-    written = written_for(family)
-    if written is None:
-        return f"no engine reads an MTP layer of a {family} model"
-    head = pair.head.config
-    same_layer = head.layer["model_type"] == (written.family or family)
-    if not same_layer or head.hidden_first != written.hidden_first:
-        return f"the head's layer is not one of a {family} model"
-    return None
-
-
-def _not_in_transformers(pair: Pair) -> str | None:
-    """transformers finds the layer by the numbers that it has in published sizes."""
-    assert pair.source is not None and pair.source.target is not None
-    target = pair.source.target
-    config = text_config(target)
-    name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
-    patterns = target._keys_to_ignore_on_load_unexpected or ()
-    known = [pattern for pattern in patterns if re.search(pattern, name)]
-    if known and hasattr(config, "num_mtp_layers"):
-        return None
-    return f"generate(use_mtp=True) finds no MTP layer in this {config.model_type} model"
+    def not_in_transformers(self) -> str | None:
+        """transformers finds the layer by the numbers that it has in published sizes."""
+        config = text_config(self.target)
+        name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
+        patterns = self.target._keys_to_ignore_on_load_unexpected or ()
+        known = any(re.search(pattern, name) for pattern in patterns)
+        if known and hasattr(config, "num_mtp_layers"):
+            return None
+        return f"generate(use_mtp=True) finds no MTP layer in this {config.model_type} model"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """`broken(pair)` says in which way the pair breaks the rule, and None if it does not."""
+    """A row of `rules.yaml`."""
 
-    where: Set[str]
-    """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF)."""
-    kinds: Set[str]
+    broken: str
+    """The method of `Pair` that says in which way a pair breaks the rule."""
+    kinds: Collection[str]
     """Kinds of drafts, "draft" for a language model."""
-    broken: Callable[[Pair], str | None]
+    where: Collection[str] = frozenset(get_args(Format)) - {"hf"}
+    """Engines, and formats of `export` (`gguf-lm` for a language model as GGUF). Default: all
+    formats of heads.
+    """
     fix: str = ""
 
 
-_LM, _EAGLE3, _EAGLES, _BLOCKS = {"draft"}, {"eagle3"}, {"eagle", "eagle3"}, set(BLOCK_KINDS)
-_HEADS = {*_EAGLES, "medusa", *_BLOCKS}
-_FORMATS = set(get_args(Format)) - {"hf"}
-_LLAMA, _WITH_TARGET = {"llama.cpp", "gguf-lm"}, {"draft", "eagle3"}
-
-# Engines that run a language model as a draft.
-_ORDINARY = {"transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai"}
-
-_TWO_TOKENIZERS = (
-    "transformers then needs both tokenizers (universal assisted decoding, another method)"
-)
-_HETEROGENEOUS = 'vLLM needs equal sizes, or "use_heterogeneous_vocab": true'
-_CONVERT = "use --format hf and llama.cpp's own convert_hf_to_gguf.py"
-_NO_WORD = (
-    "this layout cannot express it, so an engine would compute wrong logits; decode with "
-    "draftsmith instead"
-)
-_OWN_TABLE = "use --format speculators for an EAGLE-3 head, which has a table of its own"
-_THREE_STATES = "engines pass three distinct states; use a target of at least two layers"
-_RAW_LAST = "engines pass the raw output of the last layer; train it again"
-_BEFORE_LAST = "this engine passes states up to the input of the last layer only"
-_OTHER = "use --format sglang, or speculators for an EAGLE-3 head"
-_BLOCK = "use --format dflash"
-
-RULES: tuple[Rule, ...] = (
-    Rule(_ORDINARY, _LM, _no_model_alone, "serve it as the engine's own assistant of that target"),
-    Rule({"transformers"}, _LM, _stateful),
-    Rule({"transformers"}, _LM, _sizes_differ, _TWO_TOKENIZERS),
-    Rule({"vllm"}, _LM, _path_of_a_head, "rename the directory"),
-    Rule({"vllm"}, _LM, _sizes_differ, _HETEROGENEOUS),
-    Rule({"vllm on a CPU"}, _LM | _HEADS, _no_cpu_kernel),
-    Rule(_LLAMA, _WITH_TARGET, _not_written_as_gguf, _CONVERT),
-    Rule(_LLAMA, _WITH_TARGET, _no_gguf_tokenizer),
-    Rule({"llama.cpp"}, _LM, _tokens_differ),
-    Rule({"onnxruntime-genai"}, _LM, _not_built_as_onnx),
-    Rule({"sglang", "onnxruntime-genai"}, _LM, _sizes_differ, "the engine needs equal sizes"),
-    Rule(_FORMATS, _HEADS, _logits_changed, _NO_WORD),
-    Rule(_FORMATS, {"eagle", "medusa", *_BLOCKS}, _logits_biased, _NO_WORD),
-    Rule({"sglang"}, _EAGLES, _sglang_embedding, _OWN_TABLE),
-    Rule({"speculators"}, _BLOCKS, _speculators_embedding, _BLOCK),
-    Rule({"speculators"}, _BLOCKS, _windowed, _BLOCK),
-    Rule({"eagle", "sglang"}, _EAGLE3, _norm_before_residual, _NO_WORD),
-    Rule(_FORMATS, _EAGLE3, _other_norms, _NO_WORD),
-    Rule(_FORMATS, _EAGLE3, _too_few_states, _THREE_STATES),
-    Rule(_FORMATS, {*_EAGLE3, *_BLOCKS}, _normed_last, _RAW_LAST),
-    Rule({"sglang", "gguf", "sglang dflash"}, {*_EAGLE3, *_BLOCKS}, _reads_last, _BEFORE_LAST),
-    Rule({"sglang"}, _EAGLE3, _reads_embedding, "use --format speculators"),
-    Rule({"eagle"}, _EAGLES, _authors_head_size, _OTHER),
-    Rule({"eagle"}, _EAGLES, _authors_rope, _OTHER),
-    Rule({"eagle"}, _EAGLE3, _authors_states, _OTHER),
-    Rule(_FORMATS, {*_EAGLES, *_BLOCKS}, _longrope, "decode with draftsmith instead"),
-    Rule({"mtp"}, {"mtp"}, _no_mtp_layer, "decode with draftsmith instead"),
-    Rule({"transformers mtp"}, {"mtp"}, _not_in_transformers),
-    Rule({"gguf"}, _EAGLE3, _gguf_rope, _OTHER),
-    Rule({"gguf"}, _EAGLE3, _no_gguf_tokens),
-)
+RULES = [Rule(**row) for row in read_table("rules.yaml")]
 
 
-def first_broken(pair: Pair, where: Set[str]) -> str | None:
+def first_broken(pair: Pair, where: set[str]) -> str | None:
     """Message of the first rule of these engines and formats that a pair breaks, or None."""
     for rule in RULES:
-        if not rule.where & where or pair.kind not in rule.kinds:
+        if where.isdisjoint(rule.where) or pair.kind not in rule.kinds:
             continue
-        broken = rule.broken(pair)
-        if broken:
-            return f"{broken}; {rule.fix}" if rule.fix else broken
+        if broken := getattr(pair, rule.broken)():
+            return f"{broken}; {rule.fix}" if rule.fix else str(broken)
     return None

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import check_source
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import (
     DTYPES,
     Quantize,
@@ -61,18 +61,13 @@ class LoadedModels:
     @property
     def models(self) -> list[PreTrainedModel]:
         """The language models, target first."""
-        return [
-            self.target,
-            *(draft for draft in self.drafts.values() if isinstance(draft, PreTrainedModel)),
-        ]
+        models = (self.target, *self.drafts.values())
+        return [model for model in models if isinstance(model, PreTrainedModel)]
 
     @property
     def context(self) -> int | None:
         """Number of tokens that fit into every model; None without a limit."""
-        return min(
-            (limit for model in self.models if (limit := context_length(model)) is not None),
-            default=None,
-        )
+        return min(filter(None, map(context_length, self.models)), default=None)
 
 
 def load_models(
@@ -110,7 +105,7 @@ def load_models(
         check_source(source.removeprefix(f"{NATIVE}:"))
     if tokenizer is None:
         tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
-    options: Any = {"device": device, "trust_remote_code": trust_remote_code}
+    options: JsonObject = {"device": device, "trust_remote_code": trust_remote_code}
     model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
     check_tokenizer(target, model, tokenizer)
     loaded: dict[str, Draft] = {}
@@ -123,23 +118,25 @@ def load_models(
             dtype=dtype_name(model) if dtype == "auto" else dtype,
             quantize=quantize_draft or quantize,
         )
-        mapping = check_draft_vocabulary(
+        loaded[name] = draft
+        if not isinstance(draft, PreTrainedModel):
+            continue
+        mapping = check_tokens_agree(
             source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
         )
-        if mapping is not None and isinstance(draft, PreTrainedModel):
+        if mapping is not None:
             attach(draft, mapping)
             shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
             log.warning(
                 "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
             )
-        if isinstance(draft, PreTrainedModel) and (size := read_per_token(draft)) > (
-            whole := read_per_token(model)
-        ):
+        size = read_per_token(draft)
+        whole = read_per_token(model)
+        if size > whole:
             _warn_once(
                 f"{source}: reads more than the target ({size:,} and {whole:,} parameters per "
                 "token); drafting cannot pay"
             )
-        loaded[name] = draft
     return LoadedModels(target, model, tokenizer, loaded)
 
 
@@ -203,11 +200,9 @@ def draft_fingerprint(draft: Draft) -> str:
         if words is not None:
             return hash_tensors({"model": fingerprint(draft), "words": words.in_draft}, [])
         ids_D = draft_vocabulary(draft)
-        return (
-            fingerprint(draft)
-            if ids_D is None
-            else hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
-        )
+        if ids_D is None:
+            return fingerprint(draft)
+        return hash_tensors({"model": fingerprint(draft)}, [("ids", ids_D)])
     return hash_tensors(
         {"kind": draft.kind, **draft.config.to_json()}, sorted(draft.state_dict().items())
     )
@@ -219,17 +214,16 @@ def other_targets(sources: Iterable[str], target: PreTrainedModel) -> list[str]:
     Targets of 4 bits and padded ones have fingerprints of their own, so they are not compared.
     """
     records = {source: read_record(Path(source)) for source in sources}
-    known = [record.get("target_fingerprint") for record in records.values()]
+    recorded = {source: record.get("target_fingerprint") for source, record in records.items()}
     changed = quantization(target) != "none" or hasattr(target.config, "widened_from")
-    if changed or not any(known):
+    if changed or not any(recorded.values()):
         return []
     # All of the target's weights are read for it, once.
     here = fingerprint(target)
     lines = []
-    for source, record in records.items():
-        recorded = record.get("target_fingerprint")
-        if recorded not in (None, here):
-            trained_for = f"{record.get('target')}, {recorded}"
+    for source, other in recorded.items():
+        if other not in (None, here):
+            trained_for = f"{records[source].get('target')}, {other}"
             lines.append(
                 f"draft {source} was trained for other target weights ({trained_for}); it may be "
                 "accepted less here"
@@ -237,9 +231,9 @@ def other_targets(sources: Iterable[str], target: PreTrainedModel) -> list[str]:
     return lines
 
 
-def check_draft_vocabulary(
+def check_tokens_agree(
     source: str,
-    draft: Draft,
+    draft: PreTrainedModel,
     target: PreTrainedModel,
     tokenizer: Tokenizer,
     trust_remote_code: bool = False,
@@ -249,25 +243,20 @@ def check_draft_vocabulary(
 
     If `heterogeneous`, return the map between the two instead. Vocabularies may be padded to
     different sizes if both tokenizers agree on every id that both models have; a draft without a
-    tokenizer must have the target's size. A head has been checked by `load_draft`.
+    tokenizer must have the target's size. A head is checked by `load_draft`.
     """
-    if not isinstance(draft, PreTrainedModel):
-        return None
-    sizes = vocabulary_size(target), vocabulary_size(draft)
+    size = vocabulary_size(draft)
+    whole = vocabulary_size(target)
     own = find_tokenizer(source, trust_remote_code)
-    if own is None and sizes[0] != sizes[1]:
-        differs = (
-            f"its vocabulary has {sizes[1]} tokens and the target's has {sizes[0]}, and it "
-            "has no tokenizer"
-        )
+    if own is None and size != whole:
         raise InputError(
-            f"{source}: {differs}; use a draft with the target's vocabulary "
-            "(docs/choosing-a-draft.md)"
+            f"{source}: its vocabulary has {size} tokens and the target's has {whole}, and it has "
+            "no tokenizer; use a draft with the target's vocabulary (docs/choosing-a-draft.md)"
         )
-    if own is None or (token := first_difference(tokenizer, own, min(sizes))) is None:
+    if own is None or (token := first_difference(tokenizer, own, min(size, whole))) is None:
         return None
     if heterogeneous:
-        return map_vocabulary(tokenizer, own, *sizes, source=source)
+        return map_vocabulary(tokenizer, own, whole, size, source=source)
     texts = own.convert_ids_to_tokens(token), tokenizer.convert_ids_to_tokens(token)
     theirs, ours = ("nothing" if text is None else ascii(text) for text in texts)
     raise InputError(
@@ -284,12 +273,15 @@ def first_difference(a: Tokenizer, b: Tokenizer, size: int) -> int | None:
 
     Added tokens (padding, chat markers) may differ: fine-tuned models of one family rename those.
     """
-    tokens_a, tokens_b = (
-        {i: token for token, i in tokenizer.get_vocab().items() if i < size} for tokenizer in (a, b)
-    )
+    tokens_a = _tokens_below(a, size)
+    tokens_b = _tokens_below(b, size)
     added = set(a.get_added_vocab().values()) | set(b.get_added_vocab().values())
     ids = sorted((tokens_a.keys() | tokens_b.keys()) - added)
     return next((i for i in ids if tokens_a.get(i) != tokens_b.get(i)), None)
+
+
+def _tokens_below(tokenizer: Tokenizer, size: int) -> dict[int, str]:
+    return {i: token for token, i in tokenizer.get_vocab().items() if i < size}
 
 
 @dataclass(frozen=True)
@@ -324,7 +316,11 @@ def load_source(
     target's.
     """
     kind = head_kind(name)
-    options: Any = {"device": "cpu", "dtype": "float32", "trust_remote_code": trust_remote_code}
+    options: JsonObject = {
+        "device": "cpu",
+        "dtype": "float32",
+        "trust_remote_code": trust_remote_code,
+    }
     target = None
     tokenizer = None
     target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
@@ -343,7 +339,7 @@ def load_source(
         if (ids_D := read_draft_vocabulary(name, vocabulary_size(draft))) is not None:
             attach_draft_vocabulary(draft, ids_D)
         if target is not None and tokenizer is not None:
-            check_draft_vocabulary(name, draft, target, tokenizer, trust_remote_code)
+            check_tokens_agree(name, draft, target, tokenizer, trust_remote_code)
         tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
         target = None
     if dtype == "auto":

@@ -8,4 +8,5 @@ import yaml
 
 def read_table(name: str) -> Any:
     """The content of a table, such as `layouts.yaml`."""
-    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
+    return yaml.safe_load(text)

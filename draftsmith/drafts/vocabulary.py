@@ -4,6 +4,7 @@ Token texts are bytes, so that pieces of one character can be compared. A space 
 a tokenizer writes it as SentencePiece's bar or as a letter of GPT-2's byte alphabet.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ _ROLES = (
     "sep_token_id",
     "cls_token_id",
 )
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
@@ -52,7 +53,7 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
         elif letters is not None:
             if all(letter in letters for letter in token):
                 texts[token_id] = bytes(letters[letter] for letter in token)
-        elif match := _BYTE.fullmatch(token):
+        elif match := BYTE.fullmatch(token):
             fallback[token_id] = bytes([int(match[1], 16)])
         else:
             texts[token_id] = token.replace("\u2581", " ").encode()
@@ -102,14 +103,14 @@ class VocabularyMap:
 
     def translate(self, ids: Iterable[int]) -> list[int]:
         """Target tokens as tokens of the draft."""
-        return [each for token in ids for each in self.in_draft[token]]
+        return list(itertools.chain.from_iterable(self.in_draft[token] for token in ids))
 
     def coverage(self, texts: Sequence[Sequence[int]]) -> str:
         """In words: how many tokens of these texts can be drafted, and how many texts the draft
         reads whole.
         """
         shared = set(self.target_ids.tolist())
-        tokens = [token for text in texts for token in text]
+        tokens = list(itertools.chain.from_iterable(texts))
         drafted = sum(token in shared for token in tokens)
         whole = sum(self.lost.isdisjoint(text) for text in texts)
         words = f"{drafted} of {len(tokens)} tokens are shared and can be drafted"

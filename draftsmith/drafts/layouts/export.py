@@ -56,10 +56,8 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     )
     writer = WRITERS.get((config.format, source.kind))
     if writer is None:
-        formats = (
-            ", ".join(form for form, kind in WRITERS if kind == source.kind)
-            or "none: no engine reads such heads"
-        )
+        formats = ", ".join(form for form, kind in WRITERS if kind == source.kind)
+        formats = formats or "none: no engine reads such heads"
         what = "language model" if source.kind == "draft" else f"head ({source.kind})"
         raise InputError(
             f"--format {config.format}: {source.name} is a {what}; formats for it are {formats}"
@@ -72,28 +70,24 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     if broken := first_broken(pair, {form}):
         raise InputError(f"--format {config.format}: {broken}")
     out = Path(config.out)
+    hashes = read_prompt_hashes(Path(source.name))
+    trained = read_record(Path(source.name))
+    record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
+    if target := source.target_name or trained.get("target"):
+        record["target"] = target
+    if trained.get("target_fingerprint"):
+        record["target_fingerprint"] = trained["target_fingerprint"]
+    elif source.target is not None:
+        record["target_fingerprint"] = fingerprint(source.target)
     written: JsonObject = {
         "format": config.format,
         "kind": source.kind,
         "proven_in": writer.proven_in,
     }
-    checkpoint = Path(source.name)
-    hashes = read_prompt_hashes(checkpoint)
-    trained = read_record(checkpoint)
-    record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
-    for key in ("target", "target_fingerprint"):
-        if trained.get(key):
-            record[key] = trained[key]
     with hold(out), atomic_dir(out) as directory:
         written["check"] = asdict(writer.write(source, directory))
-        record |= {
-            "export": written,
-            "source": {"name": source.name, "fingerprint": draft_fingerprint(source.draft)},
-        }
-        if source.target_name is not None:
-            record["target"] = source.target_name
-        if source.target is not None and "target_fingerprint" not in record:
-            record["target_fingerprint"] = fingerprint(source.target)
+        record["export"] = written
+        record["source"] = {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}
         if hashes is not None:
             write_prompt_hashes(directory, hashes.tolist())
         record |= provenance(command_line("export", config), asdict(config))
@@ -107,8 +101,8 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
     if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
         remarks.append(
             f"no engine's layout can name this draft's vocabulary of {len(ids_D)} tokens: the "
-            "whole output projection "
-            f"was written, and engines may also draft the other tokens, whose rows were not trained"
+            "whole output projection was written, and engines may also draft the other tokens, "
+            "whose rows were not trained"
         )
     if config.format in ("hf", "medusa") and (trap := path_trap(config.out)):
         remarks.append(

@@ -8,13 +8,14 @@ tokenizers that it could serve; here the rules are compared.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError, RunError, require_package
 from draftsmith.core.io import JsonObject
@@ -22,6 +23,10 @@ from draftsmith.core.models import text_config
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.drafts.layouts.read_back import Check
 from draftsmith.drafts.load import Source
+from draftsmith.drafts.vocabulary import BYTE
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 FILE = "model.gguf"
 # transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring
@@ -107,7 +112,7 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
 class _Content:
     """What a file holds. paired: whether llama.cpp pairs neighbouring dimensions in its rope."""
 
-    config: Any
+    config: PretrainedConfig
     architecture: str
     paired: bool
     tensors: dict[str, Tensor]
@@ -131,13 +136,13 @@ def _content(source: Source) -> _Content:
     return _Content(head.config.llama(), "eagle3", paired=True, tensors=tensors)
 
 
-def _head_size(config: Any) -> int:
+def _head_size(config: PretrainedConfig) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
 
 
-def _add_shape(writer: Any, config: Any) -> None:
+def _add_shape(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     size = _head_size(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -185,11 +190,12 @@ def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
     """
     import gguf
 
-    integers = (gguf.GGMLQuantizationType.I32, gguf.GGMLQuantizationType.I64)
+    types = gguf.GGMLQuantizationType
     read: dict[str, Tensor] = {}
     for stored in gguf.GGUFReader(file).tensors:
-        whole = stored.tensor_type in integers
-        values = stored.data if whole else gguf.quants.dequantize(stored.data, stored.tensor_type)
+        values = stored.data
+        if stored.tensor_type not in (types.I32, types.I64):
+            values = gguf.quants.dequantize(values, stored.tensor_type)
         read[stored.name] = torch.tensor(values)
     if read.keys() != written.keys():
         differing = sorted(read.keys() ^ written.keys())
@@ -211,7 +217,7 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def _add_rope(writer: Any, config: Any) -> Tensor | None:
+def _add_rope(writer: "GGUFWriter", config: PretrainedConfig) -> Tensor | None:
     """Add the keys of the rotary embedding; return the factors `[head_dim / 2]` of llama3's form,
     which llama.cpp wants as a tensor.
     """
@@ -262,7 +268,7 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     unknown = ""
     if model["type"] != "BPE":
         unknown = f"its tokens come from a {model['type']} model"
-    elif not (model.get("byte_fallback") and any(map(_is_byte, model["vocab"]))):
+    elif not (model.get("byte_fallback") and any(map(BYTE.fullmatch, model["vocab"]))):
         rules = _rules(backend["pre_tokenizer"])
         ignores = bool(model.get("ignore_merges"))
         kind = "gpt2"
@@ -272,8 +278,7 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     if unknown:
         raise InputError(
             f"{tokenizer.name_or_path}: {unknown}, and no rules of llama.cpp that are known here "
-            "do the same; "
-            f"use --format hf and llama.cpp's own convert_hf_to_gguf.py"
+            "do the same; use --format hf and llama.cpp's own convert_hf_to_gguf.py"
         )
     empty = tokenizer("")["input_ids"]
     bos = tokenizer.bos_token_id
@@ -284,17 +289,10 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     }
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     spaces = json.dumps([backend["normalizer"], backend["pre_tokenizer"]])
-    adds_space = any(
-        sign in spaces for sign in ('"Prepend"', '_scheme": "always"', '_scheme": "first"')
-    )
+    adds_space = re.search('"Prepend"|_scheme": "(always|first)"', spaces) is not None
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    return Vocabulary(
-        kind, name, [by_id.get(i, f"[PAD{i}]") for i in range(size)], merges, added, adds_space
-    )
-
-
-def _is_byte(token: str) -> bool:
-    return token.startswith("<0x") and len(token) == 6
+    tokens = [by_id.get(i, f"[PAD{i}]") for i in range(size)]
+    return Vocabulary(kind, name, tokens, merges, added, adds_space)
 
 
 def _rules(pre: JsonObject | None) -> list[str]:
@@ -313,38 +311,30 @@ def _rules(pre: JsonObject | None) -> list[str]:
     return rules
 
 
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
+def _add_tokenizer(writer: "GGUFWriter", tokenizer: Tokenizer, size: int) -> None:
     from gguf import TokenType
 
-    vocabulary, added, known = (
-        described(tokenizer, size),
-        tokenizer.added_tokens_decoder,
-        tokenizer.get_vocab(),
-    )
+    vocabulary = described(tokenizer, size)
+    known = tokenizer.get_vocab()
     declared = {
-        i: TokenType.CONTROL if t.special else TokenType.USER_DEFINED for i, t in added.items()
+        i: TokenType.CONTROL if token.special else TokenType.USER_DEFINED
+        for i, token in tokenizer.added_tokens_decoder.items()
     }
     if tokenizer.unk_token is not None:
         declared[known[tokenizer.unk_token]] = TokenType.UNKNOWN
-    by_spelling = [
-        TokenType.UNUSED
-        if token not in known
-        else TokenType.BYTE
-        if _is_byte(token)
-        else TokenType.NORMAL
-        for token in vocabulary.tokens
-    ]
+    kinds = []
     # The tokenizer may declare tokens that the model has no row for; those stay out.
-    kinds = [declared.get(i, kind) for i, kind in enumerate(by_spelling)]
+    for i, token in enumerate(vocabulary.tokens):
+        kind = TokenType.BYTE if BYTE.fullmatch(token) else TokenType.NORMAL
+        kinds.append(declared.get(i, kind if token in known else TokenType.UNUSED))
     writer.add_tokenizer_model(vocabulary.model)
     writer.add_tokenizer_pre(vocabulary.rules)
     if vocabulary.model == "llama":
         # llama.cpp joins the pair whose whole has the highest score; BPE joins the one whose merge
         # stands first.
-        rank = {
-            merge.replace(" ", ""): -float(i)
-            for i, merge in reversed(list(enumerate(vocabulary.merges)))
-        }
+        rank: dict[str, float] = {}
+        for i, merge in enumerate(vocabulary.merges):
+            rank.setdefault(merge.replace(" ", ""), -float(i))
         worst = -float(len(vocabulary.merges) + 1)
         pairs = zip(vocabulary.tokens, kinds, strict=True)
         writer.add_token_scores(

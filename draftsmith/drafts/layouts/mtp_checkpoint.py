@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import JsonObject, read_json
+from draftsmith.core.io import read_json
 from draftsmith.core.models import text_config
 from draftsmith.core.record import RECORD
 from draftsmith.drafts.heads.mtp import MtpHead
@@ -49,7 +49,10 @@ def write(source: Source, out: Path) -> Check:
     tensors = _named(head, layer, int(config.num_hidden_layers), source.dtype)
     save_file(tensors, out / _FILE, metadata={"format": "pt"})
     weight_map = dict.fromkeys(tensors, _FILE)
-    names_of = {shard: _names(shard) for shard in shards}
+    names_of: dict[Path, set[str]] = {}
+    for shard in shards:
+        with safe_open(shard, framework="pt") as opened:
+            names_of[shard] = set(opened.keys())
     old = find_layers(itertools.chain.from_iterable(names_of.values()))
     for shard, names in names_of.items():
         file = out / _RENAMED.get(shard.name, shard.name)
@@ -60,7 +63,7 @@ def write(source: Source, out: Path) -> Check:
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
     (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
     values = read_json(directory / "config.json", "the config of the target")
-    _text(values)[layer.counts[config.model_type]] = 1
+    (values.get("text_config") or values)[layer.counts[config.model_type]] = 1
     (out / "config.json").write_text(json.dumps(values, indent=2) + "\n")
     written = {_INDEX, "config.json", RECORD, *(shard.name for shard in shards)}
     for file in directory.iterdir():
@@ -69,12 +72,6 @@ def write(source: Source, out: Path) -> Check:
     if source.tokenizer is not None and not (out / "tokenizer_config.json").exists():
         source.tokenizer.save_pretrained(out)
     return check_head(out, head, target, layer.title, source=f"mtp:{out}")
-
-
-def _text(values: JsonObject) -> JsonObject:
-    """The part of a config.json that describes the language model."""
-    text: JsonObject = values.get("text_config") or values
-    return text
 
 
 def _named(head: MtpHead, layer: NativeLayer, layers: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -90,34 +87,22 @@ def _named(head: MtpHead, layer: NativeLayer, layers: int, dtype: torch.dtype) -
         tensors["lm_head.weight"] = head.borrowed.projection.weight_VH.detach()
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        ours = name.removesuffix(".weight")
-        theirs = layer.names.get(ours)
-        in_block = name.removeprefix("layers.0.")
-        whole = f"{theirs}.weight" if theirs else layer.block + in_block
-        if name not in buffers:
-            tensor = tensor.to(dtype)
-        named[start + whole] = tensor.contiguous().clone()
+        theirs = layer.names.get(name.removesuffix(".weight"))
+        whole = f"{theirs}.weight" if theirs else layer.block + name.removeprefix("layers.0.")
+        stored = tensor if name in buffers else tensor.to(dtype)
+        named[start + whole] = stored.contiguous().clone()
     return named
-
-
-def _names(shard: Path) -> set[str]:
-    with safe_open(shard, framework="pt") as opened:
-        return set(opened.keys())
 
 
 def _put(shard: Path, names: set[str], kept: set[str], file: Path) -> None:
     """Put a file of the target at `file`, with the `kept` ones of its tensors."""
     if kept == names:
-        _link(shard.resolve(), file)
+        try:
+            os.link(shard.resolve(), file)
+        except OSError:
+            # Another file system, or one without hard links.
+            shutil.copyfile(shard, file)
     elif kept:
         with safe_open(shard, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in kept}
         save_file(tensors, file, metadata={"format": "pt"})
-
-
-def _link(shard: Path, file: Path) -> None:
-    try:
-        os.link(shard, file)
-    except OSError:
-        # Another file system, or one without hard links.
-        shutil.copyfile(shard, file)

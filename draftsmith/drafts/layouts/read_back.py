@@ -53,9 +53,8 @@ def check_head(
     """
     ids_1T = probe_ids(target)
     _, states = forward_with_states(target, head.hidden_layers, input_ids=ids_1T)
-    read, ours = (
-        head_logits(each, ids_1T, list(states)) for each in (load_head(source or out, target), head)
-    )
+    read = head_logits(load_head(source or out, target), ids_1T, list(states))
+    ours = head_logits(head, ids_1T, list(states))
     return check_logits(out, f"read back as {layout}", read, ours)
 
 

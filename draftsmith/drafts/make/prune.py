@@ -62,48 +62,44 @@ def prune(
             "fresh"
         )
     family = FAMILIES[kind]
-    config = copy.deepcopy(target.config)
     layers: Any = target.get_submodule(family.layers)
-    depth = len(layers)
     width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
-    wanted_layers = _within("num_layers", num_layers, depth)
     wanted_width = _within("intermediate_size", intermediate_size, width)
-    even = [
-        round(place * (depth - 1) / max(wanted_layers - 1, 1)) for place in range(wanted_layers)
-    ]
-    kept = {
-        "first": list(range(wanted_layers)),
-        "last": list(range(depth))[-wanted_layers:],
-        "even": even,
-    }[keep]
+    wanted_layers = _within("num_layers", num_layers, len(layers))
+    kept = _kept(keep, wanted_layers, len(layers))
+    config = copy.deepcopy(target.config)
     setattr(config, family.depth_key, wanted_layers)
     setattr(config, family.width_key, wanted_width)
-    if len(getattr(config, "layer_types", None) or ()) == depth:
+    if len(getattr(config, "layer_types", None) or ()) == len(layers):
         config.layer_types = [config.layer_types[index] for index in kept]
     small = type(target)(config)
     nn.Module.to(small, dtype=target.dtype, device=target.device)
     inside = f"{family.layers}."
-    weights: dict[str, Tensor] = {}
-    for name, value in target.state_dict().items():
-        if not name.startswith(inside):
-            weights[name] = value
+    weights = target.state_dict()
+    for name in [name for name in weights if name.startswith(inside)]:
+        del weights[name]
     thinner = wanted_width != width
     squares = _sums_of_squares(target, layers, kept, family, texts) if thinner else {}
-    for place, index in enumerate(kept):
-        layer = layers[index]
-        cut = dict(layer.state_dict())
+    for position, index in enumerate(kept):
+        cut = layers[index].state_dict()
         if thinner:
-            down_FH = _by_inputs(layer.get_submodule(family.down)).double()
+            down_FH = _by_inputs(layers[index].get_submodule(family.down)).double()
             added_F = squares[index] * down_FH.square().sum(1)
             neurons_F = added_F.topk(wanted_width).indices.sort().values
-            cut |= _thinner(layer, cut, neurons_F, family)
+            cut |= _thinner(layers[index], cut, neurons_F, family)
         for name, value in cut.items():
-            weights[f"{inside}{place}.{name}"] = value
+            weights[f"{inside}{position}.{name}"] = value
     small.load_state_dict(weights)
     small.tie_weights()
     small.generation_config = copy.deepcopy(target.generation_config)
     small.eval()
     return small, kept
+
+
+def _kept(keep: Keep, wanted: int, depth: int) -> list[int]:
+    if keep == "even":
+        return [round(number * (depth - 1) / max(wanted - 1, 1)) for number in range(wanted)]
+    return list(range(wanted) if keep == "first" else range(depth - wanted, depth))
 
 
 def _thinner(

@@ -1,7 +1,8 @@
 """The size of a draft: what its config takes from the target, and what a forward costs."""
 
-from collections.abc import Mapping
-from typing import Any
+from transformers import PretrainedConfig
+
+from draftsmith.core.io import JsonObject
 
 # From the target's config, under the same names in the draft's.
 _FROM_TARGET = (
@@ -14,7 +15,7 @@ _FROM_TARGET = (
 COSTLY = 0.5
 
 
-def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def filled(values: JsonObject, target_config: PretrainedConfig) -> tuple[JsonObject, JsonObject]:
     """Complete a draft's config values from the target's config; also return what was taken from
     there.
 
@@ -36,7 +37,7 @@ def filled(values: Mapping[str, Any], target_config: Any) -> tuple[dict[str, Any
         taken["rope_parameters"] = {
             key: value for key, value in rope.items() if key != "partial_rotary_factor"
         }
-    return dict(values) | taken, taken
+    return values | taken, taken
 
 
 def too_costly(draft: int, target: int) -> str | None:
