@@ -195,12 +195,10 @@ class Muon(torch.optim.Optimizer):
         height, width = parameter.shape
         size = math.sqrt(max(1.0, height / width))
         parameter.mul_(1 - rate * decay)
+        # A sharded matrix is gathered for it and sharded again.
+        update = orthogonal(ahead.full_tensor() if isinstance(ahead, DTensor) else ahead)
         if isinstance(ahead, DTensor):
-            # A sharded matrix is gathered for it and sharded again.
-            whole = orthogonal(ahead.full_tensor())
-            update = distribute_tensor(whole, ahead.device_mesh, ahead.placements)
-        else:
-            update = orthogonal(ahead)
+            update = distribute_tensor(update, ahead.device_mesh, ahead.placements)
         parameter.add_(update, alpha=-rate * size)
 
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -18,39 +17,25 @@ from draftsmith.core.launcher import check_process_count, launcher_request, proc
 from draftsmith.core.signals import interruptible
 from draftsmith.train.config import TrainConfig
 
-
-class LauncherSetting(NamedTuple):
-    """A setting of the launcher that is decided elsewhere.
-
-    agreeing: values of its environment variable that change nothing, the default first.
-    advice: what to set instead.
-    """
-
-    variable: str
-    agreeing: tuple[str, ...]
-    advice: str
-
-
-_SETTINGS = (
-    LauncherSetting(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+# Settings of the launcher that are decided elsewhere: variable -> its values that change nothing,
+# the default first, and what to set instead.
+_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         ("1", "auto"),
         "gradient_accumulation_steps: set `accumulation` instead",
     ),
-    LauncherSetting(
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": (
         ("false",),
         "zero3_init_flag: weights are sharded after they are loaded",
     ),
     # Those of FSDP count under FSDP only.
-    LauncherSetting("FSDP_VERSION", ("2",), "fsdp_version: only 2 is supported"),
-    LauncherSetting(
-        "FSDP_ACTIVATION_CHECKPOINTING",
+    "FSDP_VERSION": (("2",), "fsdp_version: only 2 is supported"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
         ("false",),
         "fsdp_activation_checkpointing: set `gradient_checkpointing` instead",
     ),
-    LauncherSetting("FSDP_OFFLOAD_PARAMS", ("false",), "fsdp_offload_params: is not supported"),
-)
+    "FSDP_OFFLOAD_PARAMS": (("false",), "fsdp_offload_params: is not supported"),
+}
 
 
 @dataclass(frozen=True)
@@ -124,17 +109,14 @@ def make_world(config: TrainConfig) -> World:
 
 
 def _check_launcher(sharing: str, bf16: bool) -> None:
-    precision = LauncherSetting(
-        "ACCELERATE_MIXED_PRECISION",
-        ("no", "bf16") if bf16 else ("no",),
-        "mixed_precision: set `precision`",
-    )
-    for setting in (precision, *_SETTINGS):
-        if setting.variable.startswith("FSDP") and sharing != "fsdp":
+    precisions = ("no", "bf16") if bf16 else ("no",)
+    precision = {"ACCELERATE_MIXED_PRECISION": (precisions, "mixed_precision: set `precision`")}
+    for variable, (agreeing, advice) in (precision | _SETTINGS).items():
+        if variable.startswith("FSDP") and sharing != "fsdp":
             continue
-        value = os.environ.get(setting.variable, setting.agreeing[0]).lower()
-        if value not in setting.agreeing:
-            raise RunError(f"the launcher sets {value} for {setting.advice}")
+        value = os.environ.get(variable, agreeing[0]).lower()
+        if value not in agreeing:
+            raise RunError(f"the launcher sets {value} for {advice}")
 
 
 @contextmanager

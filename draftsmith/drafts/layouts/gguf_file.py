@@ -29,14 +29,10 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
 
 FILE = "model.gguf"
-# transformers' model type: (llama.cpp's name, whether its rotary embedding pairs neighbouring
-# dimensions).
-ARCHITECTURES = {
-    "llama": ("llama", True),
-    "mistral": ("llama", True),
-    "qwen2": ("qwen2", False),
-    "qwen3": ("qwen3", False),
-}
+# transformers' model type -> llama.cpp's name.
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Those whose rotary embedding pairs neighbouring dimensions.
+_PAIRED = ("llama", "eagle3")
 ROPES = ("default", "linear", "llama3")
 # What heads have and no language model: our name -> llama.cpp's.
 _OF_HEADS = {
@@ -71,22 +67,27 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
 
     assert source.tokenizer is not None
     file = out / FILE
-    content = _content(source)
-    writer = gguf.GGUFWriter(file, content.architecture)
+    head: Any = source.draft
+    if isinstance(head, PreTrainedModel):
+        config = text_config(head)
+        architecture = ARCHITECTURES[config.model_type]
+    else:
+        config = head.config.llama()
+        architecture = "eagle3"
+    writer = gguf.GGUFWriter(file, architecture)
     names_of_types = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     matrix_type = matrices or names_of_types[source.dtype]
     file_type = "ALL_F32" if matrix_type == "F32" else f"MOSTLY_{matrix_type}"
     writer.add_name(Path(source.name).name)
     writer.add_file_type(gguf.LlamaFileType[file_type])
-    _add_shape(writer, content.config)
-    if not isinstance(source.draft, PreTrainedModel):
-        head: Any = source.draft
+    _add_shape(writer, config)
+    if architecture == "eagle3":
         writer.add_array("eagle3.target_layers", list(head.hidden_layers))
         writer.add_uint32("eagle3.target_hidden_size", head.config.target_hidden_size)
         writer.add_bool("eagle3.norm_before_residual", head.config.norm_before_residual)
         writer.add_bool("eagle3.norm_before_fc", False)
-    _add_tokenizer(writer, source.tokenizer, content.config.vocab_size)
-    written = _named(content, source.name)
+    _add_tokenizer(writer, source.tokenizer, config.vocab_size)
+    written = _named(source, config, paired=architecture in _PAIRED)
     types = gguf.GGMLQuantizationType
     for name, tensor in written.items():
         if not tensor.is_floating_point():
@@ -98,7 +99,7 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
         writer.add_tensor(name, values, raw_dtype=stored)
         if tensor.dim() > 1 and matrices is None:
             written[name] = tensor.to(source.dtype)
-    factors = _add_rope(writer, content.config)
+    factors = _add_rope(writer, config)
     if factors is not None:
         written["rope_freqs.weight"] = factors
     writer.write_header_to_file()
@@ -106,34 +107,6 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
     writer.write_tensors_to_file()
     writer.close()
     return _read_back(file, written, exact=matrices is None)
-
-
-@dataclass(frozen=True)
-class _Content:
-    """What a file holds. paired: whether llama.cpp pairs neighbouring dimensions in its rope."""
-
-    config: PretrainedConfig
-    architecture: str
-    paired: bool
-    tensors: dict[str, Tensor]
-
-
-def _content(source: Source) -> _Content:
-    tensors = dict(source.draft.state_dict())
-    if isinstance(source.draft, PreTrainedModel):
-        config = text_config(source.draft)
-        if config.tie_word_embeddings:
-            tensors.pop("lm_head.weight", None)
-        architecture, paired = ARCHITECTURES[config.model_type]
-        return _Content(config, architecture, paired, tensors)
-    head: Any = source.draft
-    tensors.pop("t2d", None)
-    if "d2t" in tensors:
-        # Ours are offsets (token id less row number); llama.cpp wants the token ids themselves.
-        tensors["d2t"] = head.target_ids_D
-    if head.borrowed.scales_embedding:
-        tensors["embed_tokens.weight"] = head.borrowed.embedding_table
-    return _Content(head.config.llama(), "eagle3", paired=True, tensors=tensors)
 
 
 def _head_size(config: PretrainedConfig) -> int:
@@ -157,27 +130,42 @@ def _add_shape(writer: "GGUFWriter", config: PretrainedConfig) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _named(content: _Content, source_name: str) -> dict[str, Tensor]:
+def _tensors(draft: Any, config: PretrainedConfig) -> dict[str, Tensor]:
+    """The tensors that a file holds, under our names."""
+    tensors = dict(draft.state_dict())
+    if isinstance(draft, PreTrainedModel):
+        if config.tie_word_embeddings:
+            tensors.pop("lm_head.weight", None)
+        return tensors
+    tensors.pop("t2d", None)
+    if "d2t" in tensors:
+        # Ours are offsets (token id less row number); llama.cpp wants the token ids themselves.
+        tensors["d2t"] = draft.target_ids_D
+    if draft.borrowed.scales_embedding:
+        tensors["embed_tokens.weight"] = draft.borrowed.embedding_table
+    return tensors
+
+
+def _named(source: Source, config: PretrainedConfig, *, paired: bool) -> dict[str, Tensor]:
     """The tensors under llama.cpp's names, with queries and keys in its order."""
     import gguf
 
-    config = content.config
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
     # Qwen 3's names include those of the other families.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     named: dict[str, Tensor] = {}
-    for name, tensor in content.tensors.items():
+    for name, tensor in _tensors(source.draft, config).items():
         common = name.replace("midlayer.", "layers.0.")
         theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
         if theirs is None:
             raise InputError(
-                f"--format gguf: {source_name}: its tensor '{name}' has no place in llama.cpp's "
+                f"--format gguf: {source.name}: its tensor '{name}' has no place in llama.cpp's "
                 "layout"
             )
         tensor = tensor.detach().cpu()
         tensor = tensor if tensor.is_floating_point() else tensor.long()
         for part, count in heads.items():
-            if content.paired and part in theirs:
+            if paired and part in theirs:
                 tensor = _paired(tensor, count)
         named[theirs] = tensor
     return named
