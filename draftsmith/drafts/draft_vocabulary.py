@@ -47,7 +47,8 @@ def token_counts(rows: Iterable[Sequence[int]]) -> Counter[int]:
 def commonest_tokens(counts: Counter[int], size: int) -> list[int]:
     """The `size` commonest tokens, as sorted ids; ties, and tokens that do not occur, by id."""
     known = range(max(size, max(counts, default=0) + 1))
-    return sorted(sorted(known, key=lambda token: -counts[token])[:size])
+    by_count = sorted(known, key=lambda token: -counts[token])
+    return sorted(by_count[:size])
 
 
 def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.drafts.draft_vocabulary import to_target
 
@@ -30,6 +31,12 @@ _ROLES = (
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
+def backend_of(tokenizer: Tokenizer) -> JsonObject:
+    """A fast tokenizer as the JSON of its file; empty for a slow one."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    return {} if fast is None else dict(json.loads(fast.to_str()))
+
+
 def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     """The bytes that each token stands for; without special tokens, which stand for none.
 
@@ -37,10 +44,7 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     fallback (`<0x41>`) last, since a model only writes those where no other token has the
     character.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    byte_level = backend is not None and '"ByteLevel"' in json.dumps(
-        json.loads(backend.to_str()).get("decoder")
-    )
+    byte_level = '"ByteLevel"' in json.dumps(backend_of(tokenizer).get("decoder"))
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if byte_level else None
     added = tokenizer.added_tokens_decoder
     texts: dict[int, bytes] = {}

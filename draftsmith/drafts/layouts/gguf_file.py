@@ -23,7 +23,7 @@ from draftsmith.core.models import text_config
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.drafts.layouts.read_back import Check
 from draftsmith.drafts.load import Source
-from draftsmith.drafts.vocabulary import BYTE
+from draftsmith.drafts.vocabulary import BYTE, backend_of
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -201,8 +201,7 @@ def _paired(weight: Tensor, heads: int) -> Tensor:
     """Rows of queries or keys in the order that pairs dimension 2i with 2i + 1; transformers pairs
     i with i + n / 2.
     """
-    rows = weight.shape[0] // heads // 2
-    return weight.reshape(heads, 2, rows, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def _add_rope(writer: "GGUFWriter", config: PretrainedConfig) -> Tensor | None:
@@ -248,8 +247,7 @@ def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
 
     Raises InputError for a tokenizer whose text llama.cpp would cut differently.
     """
-    fast = getattr(tokenizer, "backend_tokenizer", None)
-    backend: JsonObject = {"model": {"type": "slow"}} if fast is None else json.loads(fast.to_str())
+    backend = backend_of(tokenizer) or {"model": {"type": "slow"}}
     model = backend["model"]
     kind = "llama"
     name = "default"
