@@ -88,33 +88,37 @@ def choose_method(
         if shape is None:
             shape = default_tree(name, heads)
             tree = f"chain:{shape.depth}" if shape.is_chain else "its own"
-        kind = PROPOSERS[name]
-        copies = not kind.draws
-        rule = verifier or default_verifier(shape, draws=not copies, drafts=len(kinds))
+        draws = PROPOSERS[name].draws
+        rule = verifier or default_verifier(shape, draws=draws, drafts=len(kinds))
         if isinstance(rule, str):
             if rule not in VERIFIERS:
                 raise InputError(f"verifier: {rule!r} is unknown; {nearest(rule, VERIFIERS)}")
             rule = VERIFIERS[rule]
-        # The decoder checks the rest on the loaded models.
-        if copies:
-            check_static(name, shape)
-        if shape.grows and len(kinds) > 1:
-            raise InputError(
-                f"tree: {len(kinds)} drafts cannot grow one tree; use one draft, or a tree such "
-                "as kary:4,2,2"
-            )
-        if kind.usual is not None and not shape.is_chain:
-            raise InputError(
-                f"tree: {name} drafts chains only; use chain:4, or --proposer {kind.usual}"
-            )
-        if len(kinds) > 1 and not copies:
-            rule.check(shape, "with_replacement", len(kinds))
-        else:
-            rule.check(shape, "deterministic" if copies or shape.grows else None)
+        _check_tree(name, shape, rule, len(kinds))
     except ValueError as error:
         raise InputError(str(error)) from None
     written = tree if isinstance(tree, str) else f"{shape.size} nodes"
     return DraftingMethod(name, written, shape, rule, lookup_first)
+
+
+def _check_tree(proposer: str, shape: TreeShape, rule: Verifier, drafts: int) -> None:
+    """Check what needs no model; the decoder checks the rest on the loaded ones."""
+    kind = PROPOSERS[proposer]
+    if not kind.draws:
+        check_static(proposer, shape)
+    if shape.grows and drafts > 1:
+        raise InputError(
+            f"tree: {drafts} drafts cannot grow one tree; use one draft, or a tree such as "
+            "kary:4,2,2"
+        )
+    if kind.usual is not None and not shape.is_chain:
+        raise InputError(
+            f"tree: {proposer} drafts chains only; use chain:4, or --proposer {kind.usual}"
+        )
+    if drafts > 1 and kind.draws:
+        rule.check(shape, "with_replacement", drafts)
+    else:
+        rule.check(shape, None if kind.draws and not shape.grows else "deterministic")
 
 
 def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) -> None:

@@ -89,8 +89,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     case = _case(server, pair, asked, sampling)
     groups = groups_of([each.prompt for each in asked])
     picks = resamples(groups, _RESAMPLES, seed=0)
-    emitted = [len(answer.output_ids) - 1 for answer in answers]
-    counted = PromptSums.of(emitted, [answer.calls for answer in answers])
+    counted = _counted(answers)
     predicted = replay(case, tokens)
     likelihood = estimate(predicted.likelihood, picks)
     own_texts = _close(likelihood, 1.0, _TEXT_MARGIN)
@@ -239,6 +238,12 @@ def _close(value: Estimate, to: float, margin: float) -> bool:
 
 def _margin(predicted: Replay) -> float:
     return _ACCEPTED_MARGIN * ((predicted.tokens.pooled or 1.0) - 1)
+
+
+def _counted(answers: Sequence[ServedAnswer]) -> PromptSums:
+    """Return the emitted tokens over the target calls; the first token comes without a call."""
+    emitted = [len(answer.output_ids) - 1 for answer in answers]
+    return PromptSums.of(emitted, [answer.calls for answer in answers])
 
 
 def _served_by_depth(
