@@ -8,9 +8,8 @@ Legend: B rows still in the batch, N drafted nodes, M = N + 1 with the root, D d
 U uniforms per row.
 """
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -91,17 +90,15 @@ class Generation:
     stats: DecodeStats
 
 
+@dataclass(eq=False)
 class _Row:
-    def __init__(
-        self, index: int, prompt: Sequence[int], generator: torch.Generator, depth: int
-    ) -> None:
-        self.index = index
-        self.last = prompt[-1]
-        self.generator = generator
-        self.ids: list[int] = []
-        self.from_draft: list[bool] = []
-        self.finish_reason = ""
-        self.stats = DecodeStats(accepted_by_depth=(0,) * depth, reached_by_depth=(0,) * depth)
+    index: int
+    last: int
+    generator: torch.Generator
+    stats: DecodeStats
+    ids: list[int] = field(default_factory=list)
+    from_draft: list[bool] = field(default_factory=list)
+    finish_reason: str = ""
 
     @property
     def generation(self) -> Generation:
@@ -180,9 +177,11 @@ class BatchRun:
         self.parts = parts
         self.runner = runner
         self.options = options
+        zeros = (0,) * parts.tree.depth
+        stats = DecodeStats(accepted_by_depth=zeros, reached_by_depth=zeros)
         pairs = zip(prompts, generators, strict=True)
         self.rows = [
-            _Row(index, prompt, generator, parts.tree.depth)
+            _Row(index, prompt[-1], generator, stats)
             for index, (prompt, generator) in enumerate(pairs, first)
         ]
         self.batch = list(self.rows)
@@ -289,14 +288,7 @@ class BatchRun:
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
         walks = follow(proposal, best.indices[..., 0].tolist())
-        # The largest logit of a node shows any NaN or plus infinity.
-        largest_BM = best.values[..., 0].tolist()
-        target_B = [all(map(math.isfinite, largest_M)) for largest_M in largest_BM]
-        draft_B = [True]
-        if proposal.finite is not None:
-            draft_B = proposal.finite.view(-1).tolist()
-        draft_B *= len(target_B) // len(draft_B)
-        finite_B = [target + 2 * draft for target, draft in zip(target_B, draft_B, strict=True)]
+        finite_B = _finite(best.values[..., 0], proposal.finite).tolist()
         if hidden:
             depth = proposal.tree.depth
             paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
@@ -309,11 +301,8 @@ class BatchRun:
         logits_B1V, _ = self._scored(proposal)
         p_B1V = probs(logits_B1V, self.options.sampling)
         u_B = u_BU[:, 0].to(p_B1V.device)
-        tokens_B = draw(p_B1V[:, 0], u_B)
-        finite_B = _finite(logits_B1V, None)
-        facts_B2 = torch.stack([finite_B, tokens_B], dim=1).tolist()
-        walks = [Walk([], [token], False, 0, 0) for _, token in facts_B2]
-        return _Judged([finite for finite, _ in facts_B2], walks, (), lambda: p_B1V)
+        walks = [Walk([], [token], False, 0, 0) for token in draw(p_B1V[:, 0], u_B).tolist()]
+        return _Judged(_finite(logits_B1V.amax(2), None).tolist(), walks, (), lambda: p_B1V)
 
     def _scored(self, proposal: Proposal) -> Forwarded:
         tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
@@ -340,8 +329,8 @@ class BatchRun:
         return verifier if takes else VERIFIERS["exact"]
 
     def _record(self, judged: _Judged, copied: Sequence[bool]) -> list[_Row]:
-        for place, row in enumerate(self.batch):
-            finite = judged.finite_B[place]
+        for index, row in enumerate(self.batch):
+            finite = judged.finite_B[index]
             if finite != _ALL_FINITE:
                 target, proposer = self.parts.target, self.parts.proposer
                 name = f"target {target.name_or_path or type(target).__name__}"
@@ -352,22 +341,22 @@ class BatchRun:
                     f"the {name} gave logits that are not finite {where}; its weights are "
                     "damaged or need float32"
                 )
-            self._emit(row, judged.walks[place], copied[place])
-        places = [place for place, row in enumerate(self.batch) if row.finish_reason]
-        ended = [self.batch[place] for place in places]
+            self._emit(row, judged.walks[index], copied[index])
+        indices = [index for index, row in enumerate(self.batch) if row.finish_reason]
+        ended = [self.batch[index] for index in indices]
         if len(ended) == len(self.batch):
             self.batch = []
             return ended
         paths = [walk.path for walk in judged.walks]
         self.runner.keep([[0, *path] for path in paths])
         states = []
-        for place, path in enumerate(paths):
-            states.append([layer[place, : len(path) + 1] for layer in judged.states])
+        for index, path in enumerate(paths):
+            states.append([layer[index, : len(path) + 1] for layer in judged.states])
         emitted = [walk.emitted for walk in judged.walks]
         self.session.commit(Outcome(paths, emitted, states, judged.distributions))
-        if places:
-            left = self.runner.remove(places)
-            self.batch = [self.batch[place] for place in left]
+        if indices:
+            left = self.runner.remove(indices)
+            self.batch = [self.batch[index] for index in left]
             self.session.select_rows(left)
         return ended
 
@@ -377,9 +366,9 @@ class BatchRun:
         room = options.max_new_tokens - len(row.ids)
         accepted = len(walk.path)
         tokens = walk.emitted[:room]
-        for place, token in enumerate(tokens):
+        for index, token in enumerate(tokens):
             if token in options.eos_ids:
-                tokens = tokens[: place + 1]
+                tokens = tokens[: index + 1]
                 row.finish_reason = "stop"
                 break
         if options.stop is not None:
@@ -391,7 +380,7 @@ class BatchRun:
         if not row.finish_reason and len(tokens) == room:
             row.finish_reason = "length"
         drafted = min(accepted, len(tokens))
-        from_draft = [place < drafted for place in range(len(tokens))]
+        from_draft = [index < drafted for index in range(len(tokens))]
         row.from_draft += from_draft
         # The depth after the last accepted one was reached only if the target's token in its place
         # was not cut off.
@@ -434,7 +423,7 @@ def _verify(
     verdict = verifier.run(proposal, p_BMV, u_BU)
     exists_BM = proposal.tokens_BM >= 0
     depths_RM = pad(proposal.tree.depths_RN, (1, 0))
-    finite_B = _finite(logits_BMV, proposal.finite)
+    finite_B = _finite(logits_BMV.amax(2), proposal.finite)
     drafted_B = exists_BM.sum(1)
     offered_B = (exists_BM * depths_RM).amax(1)
     counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
@@ -449,12 +438,11 @@ def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
     return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
 
 
-def _finite(logits_BMV: Tensor, draft: Tensor | None) -> Tensor:
-    """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit
-    shows any NaN or plus infinity; minus infinity marks an impossible token.
+def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
+    """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit of
+    a node shows any NaN or plus infinity; minus infinity marks an impossible token.
     """
-    largest_B = logits_BMV.amax((1, 2))
-    target_B = largest_B.isfinite().long()
+    target_B = largest_BM.amax(1).isfinite().long()
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 

@@ -100,11 +100,12 @@ class SpeculativeDecoder:
             if verifier is None:
                 draws = offered != {"deterministic"}
                 verifier = default_verifier(self.tree, draws=draws, drafts=proposer.drafts)
-            if isinstance(verifier, str) and verifier not in VERIFIERS:
-                raise ValueError(
-                    f"verifier '{verifier}': unknown; use one of {', '.join(sorted(VERIFIERS))}"
-                )
-            self.verifier = VERIFIERS[verifier] if isinstance(verifier, str) else verifier
+            if isinstance(verifier, str):
+                if verifier not in VERIFIERS:
+                    names = ", ".join(sorted(VERIFIERS))
+                    raise ValueError(f"verifier '{verifier}': unknown; use one of {names}")
+                verifier = VERIFIERS[verifier]
+            self.verifier = verifier
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
             usable = [drawing for drawing in self.verifier.drawings if drawing in offered]

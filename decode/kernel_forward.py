@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.cache import CachePlace
-from draftsmith.decode.native import Kernel, PackedMatrix
+from draftsmith.decode.native import Kernel, PackedMatrix, address
 from draftsmith.decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
@@ -203,11 +203,7 @@ class KernelForward:
         """head: None for no logits. embedding: packed, or fp32; None with an `opening`."""
         self.functions = functions
         self.layers = layers
-        self.norm_D = norm_D
-        self.head = head
-        self.embedding = embedding
-        self.opening = opening
-        self.sizes = sizes
+        self._holds = (norm_D, head, embedding, opening)
         self._like = layers[0].ffn_norm_D
         self.width = len(self._like)
         # One kind of mask for each of the two places of a forward.
@@ -215,13 +211,23 @@ class KernelForward:
         self._scratch = torch.empty(0)
         self._step = _Step()
         self._layers = (_Layer * len(layers))()
-        for place, layer in enumerate(layers):
-            self._layers[place] = _layer(layer, self.kinds.index(layer.kind))
+        for index, layer in enumerate(layers):
+            self._layers[index] = _Layer(
+                qkv=_matrix(layer.qkv),
+                out=_matrix(layer.out),
+                gate_up=_matrix(layer.gate_up),
+                down=_matrix(layer.down),
+                norm=address(layer.norm_D),
+                query_norm=address(layer.query_norm_E),
+                key_norm=address(layer.key_norm_E),
+                ffn_norm=address(layer.ffn_norm_D),
+                mask=self.kinds.index(layer.kind),
+            )
         self._model = _Model(
             layers=self._layers,
             count=len(layers),
             head=_matrix(head),
-            norm=_address(norm_D),
+            norm=address(norm_D),
             width=self.width,
             heads=sizes.heads,
             groups=sizes.groups,
@@ -232,22 +238,18 @@ class KernelForward:
         if opening is not None:
             self._opening = _Opening(
                 fc=_matrix(opening.fc),
-                embedding_norm=_address(opening.embedding_norm_D),
-                feature_norm=_address(opening.feature_norm_D),
+                embedding_norm=address(opening.embedding_norm_D),
+                feature_norm=address(opening.feature_norm_D),
                 feature_normed=opening.feature_normed,
             )
             self._model.opening = ctypes.pointer(self._opening)
-        elif embedding is not None:
-            self._set_embedding(embedding)
-
-    def _set_embedding(self, embedding: PackedMatrix | Tensor) -> None:
-        if isinstance(embedding, PackedMatrix):
-            self._model.embedding = _address(embedding.values)
+        elif isinstance(embedding, PackedMatrix):
+            self._model.embedding = address(embedding.values)
             self._model.embedding_packed = True
             self._model.embedding_kind = embedding.kind
             self._model.vocabulary = embedding.outputs
-        else:
-            self._model.embedding = _address(embedding)
+        elif embedding is not None:
+            self._model.embedding = address(embedding)
             self._model.vocabulary = len(embedding)
 
     def run(
@@ -285,8 +287,8 @@ class KernelForward:
         step.position_stride = queries if len(positions_Rq) > 1 else 0
         step.rotary = rotary_N2E.data_ptr()
         if inputs is not None:
-            step.embedded = _address(inputs.embedded_BqD)
-            step.features = _address(inputs.features_BqD)
+            step.embedded = address(inputs.embedded_BqD)
+            step.features = address(inputs.features_BqD)
             step.remembers = inputs.embedded_BqD is None
         step.keys = place.keys_LBHCE.data_ptr()
         step.values = place.values_LBHCE.data_ptr()
@@ -322,28 +324,9 @@ def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:
     return hidden_qP.triu_(slots - queries + 1)[None, None]
 
 
-def _layer(layer: Layer, mask: int) -> _Layer:
-    """mask: which of the step's masks the layer takes."""
-    return _Layer(
-        qkv=_matrix(layer.qkv),
-        out=_matrix(layer.out),
-        gate_up=_matrix(layer.gate_up),
-        down=_matrix(layer.down),
-        norm=_address(layer.norm_D),
-        query_norm=_address(layer.query_norm_E),
-        key_norm=_address(layer.key_norm_E),
-        ffn_norm=_address(layer.ffn_norm_D),
-        mask=mask,
-    )
-
-
 def _matrix(product: FusedLinear | None) -> _Matrix:
     if product is None:
         return _Matrix()
     matrix = product.matrix
     assert matrix is not None
-    return _Matrix(_address(matrix.values), _address(product.bias_O), matrix.outputs, matrix.kind)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return _Matrix(address(matrix.values), address(product.bias_O), matrix.outputs, matrix.kind)

@@ -13,7 +13,7 @@ Legend: B rows, q tokens of a block, V vocabulary, H hidden size.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -29,13 +29,11 @@ from draftsmith.core.hidden_states import forward_with_states, layout_of
 from draftsmith.core.models import vocabulary_size
 from draftsmith.decode.kernel_forward import Forwarded
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.decode.supported_models import Reading, counts_positions
+from draftsmith.decode.supported_models import CACHE_NAMES, Reading, counts_positions
 
 # Before more tokens than these are forwarded again, they are forwarded once without a chain, which
 # moves the copy behind them.
 MOST_UNREAD = 16
-# How models name their cache, in inputs and outputs.
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 
 class _Mark(NamedTuple):
@@ -43,13 +41,6 @@ class _Mark(NamedTuple):
 
     cache: Any
     read: int
-
-
-class _Scan(NamedTuple):
-    """A Mamba 2 layer and the number of tokens that its scan pads to."""
-
-    module: Any
-    chunk: int
 
 
 @dataclass
@@ -81,12 +72,13 @@ class OwnCacheRunner(Runner):
         names = [name for name in CACHE_NAMES if name in self._arguments]
         self._takes_positions = "position_ids" in self._arguments and not counts_positions(model)
         self._cache_name = names[0] if names and reading != "whole" else None
-        # On other devices scans have kernels, which accept some sizes only.
-        self._scans: list[_Scan] = []
+        # Mamba 2 layers, and how many tokens their scans pad to. On other devices scans have
+        # kernels, which accept some sizes only.
+        self._scans: dict[Any, int] = {}
         for module in model.modules() if self.device.type == "cpu" else ():
             size = getattr(module, "chunk_size", None)
             if isinstance(size, int):
-                self._scans.append(_Scan(module, size))
+                self._scans[module] = size
 
     def prefill(
         self,
@@ -99,7 +91,7 @@ class OwnCacheRunner(Runner):
         self.lengths = [len(prompt) for prompt in prompts]
         self.rows = [_Row(list(prompt)) for prompt in prompts]
         longest = max(self.lengths)
-        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        states: list[tuple[Tensor, ...]] = []
         for row in self.rows:
             length = len(row.text)
             _, hidden = self._nothing(hidden_layers)
@@ -107,9 +99,8 @@ class OwnCacheRunner(Runner):
                 # The logits are not used: the last prompt token is forwarded in the first step.
                 _, hidden = self._read(row, length if hidden_layers else 1, hidden_layers)
                 self._record(row)
-            for place, state_1TH in enumerate(hidden):
-                layers[place].append(pad(state_1TH, (0, 0, 0, longest - length)))
-        return tuple(torch.cat(rows) for rows in layers)
+            states.append(_padded(hidden, 0, longest - length))
+        return _joined(states)
 
     def open(self, lead: Sequence[int] | None = None) -> None:
         """Begin a step whose first token is certain; see `Runner.open`."""
@@ -137,7 +128,7 @@ class OwnCacheRunner(Runner):
         """
         queries = tokens_Bq.shape[1]
         logits: list[Tensor] = []
-        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        states: list[tuple[Tensor, ...]] = []
         for row, tokens in enumerate(tokens_Bq.tolist()):
             lead = 0 if self._fed else self._lead[row]
             present = self._present(row, tokens[lead:])
@@ -145,14 +136,12 @@ class OwnCacheRunner(Runner):
             logits_1nV, hidden = self._extend(self.rows[row], present, certain, hidden_layers)
             behind = queries - lead - len(present)
             if keep_logits:
-                logits_1nV = logits_1nV[:, -keep_logits:]
-                logits.append(logits_1nV)
+                logits.append(logits_1nV[:, -keep_logits:])
             else:
-                logits.append(pad(logits_1nV, (0, 0, lead, behind)))
-            for place, state_1nH in enumerate(hidden):
-                layers[place].append(pad(state_1nH, (0, 0, lead, behind)))
+                logits += _padded([logits_1nV], lead, behind)
+            states.append(_padded(hidden, lead, behind))
         self._fed = True
-        return torch.cat(logits), tuple(torch.cat(rows) for rows in layers)
+        return torch.cat(logits), _joined(states)
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the first tokens of each row's step, as many as it lists; go back behind them."""
@@ -220,17 +209,15 @@ class OwnCacheRunner(Runner):
     def _one_by_one(self, row: _Row, begin: int, hidden_layers: Sequence[int]) -> Forwarded:
         """Read single tokens, each from a state to which the row can go back."""
         logits: list[Tensor] = []
-        layers: list[list[Tensor]] = [[] for _ in hidden_layers]
+        states: list[tuple[Tensor, ...]] = []
         while row.read < len(row.text):
             row.marks.append(_Mark(_copy_of(row.cache), row.read))
             at = row.read
             logits_11V, hidden = self._read(row, 1, hidden_layers, end=at + 1)
-            if at < begin:
-                continue
-            logits.append(logits_11V)
-            for place, state_11H in enumerate(hidden):
-                layers[place].append(state_11H)
-        return torch.cat(logits, dim=1), tuple(torch.cat(parts, dim=1) for parts in layers)
+            if at >= begin:
+                logits.append(logits_11V)
+                states.append(hidden)
+        return torch.cat(logits, dim=1), _joined(states, dim=1)
 
     def _read(
         self, row: _Row, last: int, hidden_layers: Sequence[int], end: int | None = None
@@ -287,20 +274,29 @@ class OwnCacheRunner(Runner):
             row.records = True
 
 
+def _padded(states: Sequence[Tensor], before: int, behind: int) -> tuple[Tensor, ...]:
+    return tuple(pad(state_1nH, (0, 0, before, behind)) for state_1nH in states)
+
+
+def _joined(states: Sequence[tuple[Tensor, ...]], dim: int = 0) -> tuple[Tensor, ...]:
+    """Join the states of each layer."""
+    return tuple(torch.cat(layer, dim=dim) for layer in zip(*states, strict=True))
+
+
 @contextmanager
-def _short_scans(scans: Sequence[_Scan], tokens: int) -> Iterator[None]:
+def _short_scans(scans: Mapping[Any, int], tokens: int) -> Iterator[None]:
     """In the block, let scans of few tokens pad to few: the sums are the same, in another order.
 
     A chain of four behind its root would be padded to 256 tokens.
     """
     least = 1 << max(tokens - 1, 7).bit_length()
     try:
-        for scan in scans:
-            scan.module.chunk_size = min(least, scan.chunk)
+        for module, size in scans.items():
+            module.chunk_size = min(least, size)
         yield
     finally:
-        for scan in scans:
-            scan.module.chunk_size = scan.chunk
+        for module, size in scans.items():
+            module.chunk_size = size
 
 
 def _copy_of(cache: Any) -> Any:

@@ -47,9 +47,9 @@ def kernel_products() -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class Place:
-    """Where a weight of `dtype` is: rows `first` to `first + count` of `matrix`, or their transpose
-    `[I, O]`.
+class PackedRows:
+    """A weight of `dtype` in a packed matrix: rows `first` to `first + count` of `matrix`, or
+    their transpose `[I, O]`.
     """
 
     matrix: PackedMatrix
@@ -92,7 +92,7 @@ class Packed(nn.Module):
     Between `kernel_products`, the kernel multiplies; outside, its own class does.
     """
 
-    place: Place
+    place: PackedRows
 
     # For those who need no more of the weight, which would be unpacked for them
     # (`drafts.heads.borrowed`).
@@ -164,16 +164,7 @@ class Packs:
         # Matrices that replaced nothing, with the stamp of their weights.
         self._beside: dict[str, tuple[list[float], PackedMatrix]] = {}
         self._freed = False
-        # The modules that hold the weight of a module.
-        self._holders: dict[int, list[nn.Module]] = {}
-        if self.owned:
-            by_weight: dict[int, list[nn.Module]] = {}
-            for module in model.modules():
-                weight = module._parameters.get("weight")
-                if weight is not None:
-                    holders = by_weight.setdefault(id(weight), [])
-                    holders.append(module)
-                    self._holders[id(module)] = holders
+        self._modules = list(model.modules()) if self.owned else []
 
     def matrix(
         self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False
@@ -195,7 +186,8 @@ class Packs:
             return None
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
-        replaces = self.owned and all(map(self._replaceable, linears))
+        holders = [self._holders(linear) for linear in linears]
+        replaces = self.owned and all(map(_replaceable, holders))
         stamp = [] if replaces else _stamp(weights)
         known_stamp, known = self._beside.get(name, (None, None))
         if known_stamp == stamp:
@@ -213,22 +205,22 @@ class Packs:
             self._beside[name] = (stamp, matrix)
             return matrix
         first = 0
-        for linear, weight in zip(linears, weights, strict=True):
+        for modules, weight in zip(holders, weights, strict=True):
             count = weight.shape[1 if transposed else 0]
-            place = Place(matrix, first, count, weight.dtype, transposed)
+            place = PackedRows(matrix, first, count, weight.dtype, transposed)
             first += count
             nothing = weight.new_full((1,), torch.nan).expand(weight.shape)
             stand_in = nn.Parameter(nothing, requires_grad=False)
-            for holder in self._holders[id(linear)]:
+            for holder in modules:
                 holder._parameters["weight"] = stand_in
                 _give_place(holder, place, _PACKED.get(type(holder), type(holder)))
         self._freed = True
         return matrix
 
-    def _replaceable(self, linear: nn.Module) -> bool:
-        kinds = (*_PACKED, *_PACKED.values())
-        holders = self._holders.get(id(linear), [])
-        return bool(holders) and all(type(holder) in kinds for holder in holders)
+    def _holders(self, linear: nn.Module) -> list[nn.Module]:
+        """The modules of the model that hold the parameter of one of them."""
+        weight = linear._parameters.get("weight")
+        return [module for module in self._modules if module._parameters.get("weight") is weight]
 
     def prepare(self, model: nn.Module) -> None:
         """Pack the linear layers of a model or head for its own forward."""
@@ -246,7 +238,7 @@ class Packs:
                 # bitsandbytes unpacks the matrix at every call, so no size is too small.
                 matrix = self.matrix(name, [module], any_size=True)
                 if matrix is not None and not isinstance(module, Packed):
-                    place = Place(matrix, 0, matrix.outputs, torch.float32, copied=True)
+                    place = PackedRows(matrix, 0, matrix.outputs, torch.float32, copied=True)
                     _give_place(module, place, type("Linear4bit", (Packed, type(module)), {}))
             elif type(module) in (nn.Linear, Conv1D):
                 self.matrix(name, [module])
@@ -263,6 +255,11 @@ class Packs:
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
 
 
+def _replaceable(holders: Sequence[nn.Module]) -> bool:
+    kinds = (*_PACKED, *_PACKED.values())
+    return bool(holders) and all(type(holder) in kinds for holder in holders)
+
+
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:
     """Return the matrix of layers that were packed together before."""
     places = [linear.place for linear in linears if isinstance(linear, Packed)]
@@ -273,7 +270,7 @@ def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:
     return matrix if places[0].first == 0 and rows == matrix.outputs else None
 
 
-def _give_place(module: nn.Module, place: Place, kind: type) -> None:
+def _give_place(module: nn.Module, place: PackedRows, kind: type) -> None:
     module.place = place  # type: ignore[assignment]
     module.__class__ = kind
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 Model = Callable[[Sequence[int]], Tensor]  # a text -> the distribution of its next token, [V]
-Path = tuple[int, ...]  # drafted tokens from the root down
+Branch = tuple[int, ...]  # drafted tokens from the root down
 
 
 def draw(p_V: Tensor, generator: torch.Generator) -> int:
@@ -29,11 +29,11 @@ def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
 
 def draft_tree(
     draft: Model, text: list[int], widths: Sequence[int], generator: torch.Generator
-) -> tuple[dict[Path, list[int]], dict[Path, Tensor]]:
+) -> tuple[dict[Branch, list[int]], dict[Branch, Tensor]]:
     """Draw `widths[d]` siblings below every node of depth d; return them and the nodes' q."""
-    siblings: dict[Path, list[int]] = {}
-    q_of: dict[Path, Tensor] = {}
-    level: list[Path] = [()]
+    siblings: dict[Branch, list[int]] = {}
+    q_of: dict[Branch, Tensor] = {}
+    level: list[Branch] = [()]
     for width in widths:
         for path in level:
             q_of[path] = draft([*text, *path])
@@ -43,13 +43,13 @@ def draft_tree(
 
 
 def accept(
-    siblings: dict[Path, list[int]],
-    p_of: dict[Path, Tensor],
-    q_of: dict[Path, Tensor],
+    siblings: dict[Branch, list[int]],
+    p_of: dict[Branch, Tensor],
+    q_of: dict[Branch, Tensor],
     generator: torch.Generator,
-) -> Path:
+) -> Branch:
     """Walk down from the root; return the accepted tokens and one more of the target's."""
-    path: Path = ()
+    path: Branch = ()
     while True:
         p_V = p_of[path]
         for token in siblings[path]:
@@ -68,9 +68,9 @@ def decode(
     widths: Sequence[int],
     max_new_tokens: int,
     generator: torch.Generator,
-) -> list[Path]:
+) -> list[Branch]:
     """Return the tokens of each target call, with a tree of `widths` such as (1, 1) or (4, 2)."""
-    steps: list[Path] = []
+    steps: list[Branch] = []
     while (missing := max_new_tokens - sum(map(len, steps))) > 0:
         text = [*prompt, *(token for step in steps for token in step)]
         siblings, q_of = draft_tree(draft, text, widths, generator)

@@ -19,7 +19,7 @@ from inspect import signature
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -104,14 +104,6 @@ class Block:
         return view.clone(memory_format=torch.contiguous_format)
 
 
-def _lean_forward(model: nn.Module, packs: Packs | None) -> LeanForward | HeadForward | None:
-    if packs is None:
-        return None
-    if isinstance(model, PreTrainedModel):
-        return lean_forward(model, packs)
-    return head_forward(model, packs)
-
-
 def _features(features_BTH: Tensor | None) -> dict[str, Any]:
     """The argument that a head wrapped as a model takes, and a language model does not."""
     return {} if features_BTH is None else {"features_BTH": features_BTH}
@@ -157,12 +149,14 @@ class Runner:
         self.dtype: torch.dtype = model.dtype  # of masks
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
-        self._lean = _lean_forward(model, packs)
-        if self._lean is not None:
-            self.dtype = self._lean.dtype
-        elif packs is not None:
-            packs.prepare(model)
+        self._lean: LeanForward | HeadForward | None = None
         if packs is not None:
+            lean = lean_forward if isinstance(model, PreTrainedModel) else head_forward
+            self._lean = lean(model, packs)
+            if self._lean is None:
+                packs.prepare(model)
+            else:
+                self.dtype = self._lean.dtype
             packs.settle()
 
     def prefill(
@@ -325,13 +319,7 @@ class Runner:
         def run(
             tokens_Bq: Tensor, _: tuple[Tensor, ...], features_BqH: Tensor | None = None
         ) -> Forwarded:
-            return self.forward(
-                tokens_Bq,
-                block,
-                keep_logits,
-                hidden_layers=hidden_layers,
-                features_BqH=features_BqH,
-            )
+            return self.forward(tokens_Bq, block, keep_logits, hidden_layers, features_BqH)
 
         return BlockForward(run)
 

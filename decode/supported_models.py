@@ -19,6 +19,8 @@ _say_once = cache(logging.getLogger(__name__).warning)
 # How a model goes on from its own cache: with several tokens at once, with one at a time, or not at
 # all, so that the whole text is forwarded.
 Reading = Literal["several", "single", "whole"]
+# How models name their cache, in inputs and outputs.
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
 # Of several tokens behind a state, these forget the state (transformers 5.23).
 _SINGLE = ("falcon_mamba", "jamba", "mamba", "minimax", "zamba")
 # Doge keeps the keys that score best among all in the cache, Moshi's cache drops keys that its mask
@@ -56,23 +58,9 @@ def ability(model: PreTrainedModel) -> Ability:
     if kind in _SINGLE:
         reading = "single"
     layerless = getattr(text_config(model), "num_hidden_layers", None) is None
-    if (
-        layerless
-        or kind in _WHOLE
-        or not {"past_key_values", "cache_params", "state"} & set(arguments)
-    ):
+    if layerless or kind in _WHOLE or not arguments.keys() & set(CACHE_NAMES):
         reading = "whole"
     return Ability("chain", {}, reading, reason)
-
-
-def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """Return the sliding window by type of layer, see `Ability`. Raise InputError for models that
-    a tree cannot be run through with a mask, positions and a key/value cache alone.
-    """
-    able = ability(model)
-    if able.drafts != "tree":
-        raise InputError(f"{type(model).__name__} {able.reason}, and verifies chains only")
-    return able.windows
 
 
 def takes_trees(*models: object) -> bool:

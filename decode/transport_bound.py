@@ -90,10 +90,10 @@ def _all_inside(q_V: Tensor, k: int) -> Tensor:
     outside_V = pad(from_V[..., 1:], (0, 1))
     miss_V = torch.zeros_like(q_V)
     duration = max(ends, default=START) - START
-    places = math.ceil(duration / STEP) + 1
+    points = math.ceil(duration / STEP) + 1
     live = len(ends)
-    for place in range(places):
-        x = START + place * STEP
+    for point in range(points):
+        x = START + point * STEP
         while live and ends[live - 1] + STEP < x:
             live -= 1
         t = math.exp(x - math.exp(-x))

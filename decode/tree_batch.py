@@ -7,7 +7,7 @@ drafted node n index n + 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.decode.tree import Tree
+from draftsmith.decode.tree import Tree, chain
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,12 @@ class TreeBatch:
         return batch_of([tree.parents], tree.widths, device)
 
 
+@lru_cache(maxsize=64)
+def chain_batch(length: int, widths: tuple[int, ...], device: torch.device) -> TreeBatch:
+    """Arrays of a chain that all rows share, drafted in the place of a tree of these widths."""
+    return batch_of([chain(length).parents], widths, device)
+
+
 def batch_of(
     rows: Sequence[Sequence[int]], widths: tuple[int, ...], device: torch.device
 ) -> TreeBatch:
@@ -82,35 +88,25 @@ def batch_of(
     """
     size = max(map(len, rows))
     parents = np.full((len(rows), size), -1)
-    # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
-    depths = np.ones((len(rows), size), dtype=np.int64)
     children = np.zeros((len(rows), size + 1, max(widths, default=1)), dtype=np.int64)
-    groups = np.zeros((len(rows), size + 1), dtype=np.int64)
     sees = np.zeros((len(rows), size + 1, size + 1), dtype=bool)
     sees[:] = np.eye(size + 1, dtype=bool)
-    deepest = 0
     for row, listed in enumerate(rows):
         parents[row, : len(listed)] = listed
-        depth_of = [0]
-        before = -2
-        rank = 0
-        group = -1
         below = children[row]
         masks = sees[row]
-        group_of = groups[row]
+        rank = 0
+        before = -2
         for node, parent in enumerate(listed, 1):
-            rank += 1
-            if parent != before:
-                rank = 0
-                group += 1
+            rank = rank + 1 if parent == before else 0
             before = parent
             below[parent + 1, rank] = node
-            group_of[parent + 1] = group
-            depth_of.append(depth_of[parent + 1] + 1)
             masks[node] |= masks[parent + 1]
-        depths[row, : len(listed)] = depth_of[1:]
-        deepest = max(deepest, depth_of[-1])
-        masks[:, 0] = True
+    # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
+    sees[:, :, 0] = True
+    depths = sees[:, 1:, 1:].sum(2)
+    inner = children[:, :, 0] > 0
+    groups = (inner.cumsum(1) - 1) * inner
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -121,7 +117,7 @@ def batch_of(
         children_RMK=tensor(children),
         groups_RM=tensor(groups),
         sees_RMM=tensor(sees),
-        widths=widths[:deepest],
+        widths=widths[: depths.max(initial=0)],
     )
 
 
@@ -134,20 +130,21 @@ def mix(of_first_B: Tensor, first: TreeBatch, second: TreeBatch) -> TreeBatch:
     most = max(first.children_RMK.shape[2], second.children_RMK.shape[2])
     mine = first.padded(rows, nodes, most)
     others = second.padded(rows, nodes, most)
-
-    def chosen(mine_R: Tensor, others_R: Tensor) -> Tensor:
-        mixed_R = others_R.clone()
-        mixed_R[of_first_B] = mine_R[of_first_B]
-        return mixed_R
-
     return TreeBatch(
-        parents_RN=chosen(mine.parents_RN, others.parents_RN),
-        depths_RN=chosen(mine.depths_RN, others.depths_RN),
-        children_RMK=chosen(mine.children_RMK, others.children_RMK),
-        groups_RM=chosen(mine.groups_RM, others.groups_RM),
-        sees_RMM=chosen(mine.sees_RMM, others.sees_RMM),
+        parents_RN=mix_rows(of_first_B, mine.parents_RN, others.parents_RN),
+        depths_RN=mix_rows(of_first_B, mine.depths_RN, others.depths_RN),
+        children_RMK=mix_rows(of_first_B, mine.children_RMK, others.children_RMK),
+        groups_RM=mix_rows(of_first_B, mine.groups_RM, others.groups_RM),
+        sees_RMM=mix_rows(of_first_B, mine.sees_RMM, others.sees_RMM),
         widths=max(first.widths, second.widths, key=len),
     )
+
+
+def mix_rows(of_first_B: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The rows of `first` where the mask is true, else those of `second`."""
+    mixed = second.clone()
+    mixed[of_first_B] = first[of_first_B]
+    return mixed
 
 
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:

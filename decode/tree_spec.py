@@ -215,7 +215,9 @@ def _number(text: str, kind: type) -> Any:
 
 def _static(content: Any) -> Tree:
     content = {"paths": content} if isinstance(content, list) else content
-    _check_keys(content, ("parents", "paths", "stop"))
+    known = ("parents", "paths", "stop")
+    for key in content.keys() - set(known):
+        raise ValueError(f"unknown key {key!r}; {nearest(key, known)}")
     tree = _tree_of(content["paths"]) if "paths" in content else Tree(tuple(content["parents"]))
     return replace(tree, stop=content.get("stop", 0.0))
 
@@ -228,11 +230,6 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
                 f"path {[*above, rank]}: list its parent and its siblings of lower rank too"
             )
     return tree_of_paths(known)
-
-
-def _check_keys(content: dict[str, Any], known: Sequence[str]) -> None:
-    for key in content.keys() - set(known):
-        raise ValueError(f"unknown key {key!r}; {nearest(key, known)}")
 
 
 # Other names of kinds and of keys.

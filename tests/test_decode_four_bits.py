@@ -16,7 +16,7 @@ from draftsmith.decode import SpeculativeDecoder, take_over
 from draftsmith.decode.native import four_bit_state, kernel, pack_four_bits
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 
 pytestmark = [
     pytest.mark.skipif(
@@ -107,9 +107,7 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     if name == "gemma2":
         take_over(target)
     packs = packs_of(target)
-    assert (Runner(target, attention_windows(target), 128, packs)._lean is None) == (
-        name == "gemma2"
-    )
+    assert (Runner(target, ability(target).windows, 128, packs)._lean is None) == (name == "gemma2")
     # Seven matrices of a layer, of which the lean forward fuses those with the same input; one
     # output projection.
     assert name == "gemma2" or len(packs._beside) == 8 + 1
@@ -131,7 +129,7 @@ def test_odd_widths_decode_through_bitsandbytes(tmp_path):
     target = load_model(
         saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4"
     )
-    assert Runner(target, attention_windows(target), 128, packs_of(target))._lean is None
+    assert Runner(target, ability(target).windows, 128, packs_of(target))._lean is None
     fast, slow = (
         SpeculativeDecoder(target, fast=how).generate(
             [[5, 6]], Sampling(temperature=0.0), 8, eos_ids=()

@@ -23,7 +23,7 @@ from draftsmith.decode.llama_forward import lean_forward
 from draftsmith.decode.native import kernel
 from draftsmith.decode.packed_weights import packs_of, take_over
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.tree_batch import TreeBatch
 
@@ -84,7 +84,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreT
 
 
 def runner(model: PreTrainedModel, fast: bool) -> Runner:
-    return Runner(model, attention_windows(model), 128, packs_of(model) if fast else None)
+    return Runner(model, ability(model).windows, 128, packs_of(model) if fast else None)
 
 
 def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:

@@ -30,7 +30,7 @@ from draftsmith.decode.native import (
 )
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 
 built = pytest.mark.skipif(
     kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
@@ -565,7 +565,7 @@ TREE = Block(
 
 
 def runner(model: LlamaForCausalLM, prompts: list[list[int]]) -> Runner:
-    made = Runner(model, attention_windows(model), 256, packs_of(model))
+    made = Runner(model, ability(model).windows, 256, packs_of(model))
     made.prefill(prompts, 40)
     return made
 

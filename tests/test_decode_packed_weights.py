@@ -261,7 +261,7 @@ def test_no_weight_is_unpacked_while_a_head_drafts(kind, monkeypatch):
     decoder = SpeculativeDecoder(target, HeadProposer(head), tree="chain:3")
     decoder.generate(prompts, max_new_tokens=1, eos_ids=())
     unpacked = []
-    monkeypatch.setattr(packed_weights.Place, "values", lambda place: unpacked.append(place))
+    monkeypatch.setattr(packed_weights.PackedRows, "values", lambda place: unpacked.append(place))
     generations = decoder.generate(prompts, max_new_tokens=12, eos_ids=()).generations
     assert not unpacked
     assert [row.output_ids for row in generations] == [row.output_ids for row in expected]

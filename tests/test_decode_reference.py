@@ -94,11 +94,11 @@ def test_a_broken_reference_is_rejected(monkeypatch, name, broken):
 
 def most_probable_tree(
     draft: reference.Model, text: list[int], widths: Sequence[int], _: torch.Generator
-) -> tuple[dict[reference.Path, list[int]], dict[reference.Path, Tensor]]:
+) -> tuple[dict[reference.Branch, list[int]], dict[reference.Branch, Tensor]]:
     """`reference.draft_tree` with the most probable siblings, which a draft offers greedily."""
-    siblings: dict[reference.Path, list[int]] = {}
-    q_of: dict[reference.Path, Tensor] = {}
-    level: list[reference.Path] = [()]
+    siblings: dict[reference.Branch, list[int]] = {}
+    q_of: dict[reference.Branch, Tensor] = {}
+    level: list[reference.Branch] = [()]
     for width in widths:
         for path in level:
             q_of[path] = draft([*text, *path])

@@ -18,7 +18,7 @@ from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import fingerprint
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 from draftsmith.drafts.heads import HEADS, load_head, save_head
 from draftsmith.drafts.heads.block import DFlashHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -105,7 +105,7 @@ def test_decoding_reads_the_raw_output(native):
     ids_BT = ids_of(rows=1)
     expected = hooked(target, "model.layers", ids_BT)
     packs = packs_of(target) if native else None
-    run = Runner(target, attention_windows(target), None, packs)
+    run = Runner(target, ability(target).windows, None, packs)
     found = run.prefill(ids_BT.tolist(), 4, (LAST, -1))
     for state, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)

@@ -29,7 +29,7 @@ from draftsmith.decode.feature_forward import FeatureForward
 from draftsmith.decode.native.large_pages import empty_bytes
 from draftsmith.decode.packed_weights import kernel_products, packs_of
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 
 Name = TypeVar("Name")
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
@@ -179,7 +179,7 @@ def runner_forwards(
     """
     packs = packs_of(model) if fast else None
     products = kernel_products if fast else nullcontext
-    runner = Runner(model, attention_windows(model), context_length(model), packs)
+    runner = Runner(model, ability(model).windows, context_length(model), packs)
     with products():
         runner.prefill([list(context)], max(row_counts) + 1)
 

@@ -33,7 +33,7 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, take_over
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
-from draftsmith.decode.supported_models import attention_windows
+from draftsmith.decode.supported_models import ability
 
 ROWS = (1, 2, 5, 9, 17, 29)
 REPEATS = 25
@@ -55,7 +55,7 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> JsonObject:
         for model in (pair.target, pair.draft):
             with kept_in_fp32() if kept == "fp32" else nullcontext():
                 take_over(model)
-                Runner(model, attention_windows(model), None, packs_of(model))  # packs
+                Runner(model, ability(model).windows, None, packs_of(model))  # packs
     found: JsonObject = {
         "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
     }
@@ -105,7 +105,7 @@ def four_bits(bench: Bench, rounds: int) -> JsonObject:
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
         packs = packs_of(pair.target)
-        Runner(pair.target, attention_windows(pair.target), None, packs)  # packs
+        Runner(pair.target, ability(pair.target).windows, None, packs)  # packs
         found[f"{kept}_MB_per_token"] = (packs.nbytes() or bytes_per_token(pair.target)) / 1e6
     return found
 

@@ -52,9 +52,6 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.uint8: 3}
 _TILES = 4
 _PAIRS = 5
 _GROUP = 32  # inputs that both are packed in
-# The bits of a bf16 number without its sign, and those of infinity.
-_UNSIGNED_BF16 = 0x7FFF
-_INFINITE_BF16 = 0x7F80
 _MOST_ROWS = 256
 _BLOCK = 64  # inputs that share a scale, in the kernel
 _TABLE_BYTES = 64
@@ -66,39 +63,33 @@ class Kernel:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        def function(name: str, arguments: list[type], result: type | None = None) -> Any:
+            declared = getattr(library, f"draftsmith_{name}")
+            declared.argtypes = arguments
+            declared.restype = result
+            return declared
+
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-        self.packed_bytes = library.draftsmith_packed_bytes
-        self.packed_bytes.argtypes = [kind, size, size]
-        self.packed_bytes.restype = size
-        library.draftsmith_lanes.restype = size
-        self.lanes = library.draftsmith_lanes()
-        self.rows = library.draftsmith_rows
-        self.rows.argtypes = [kind, pointer, pointer, pointer, size, size]
-        self.rows.restype = None
-        self.linear = library.draftsmith_linear
-        self.linear.argtypes = [kind, *[pointer] * 5, *[size] * 3, pointer]
-        self.linear.restype = None
-        self.room = library.draftsmith_room
-        self.room.argtypes = [kind, size, size]
-        self.room.restype = size
+        self.packed_bytes = function("packed_bytes", [kind, size, size], size)
+        self.lanes: int = function("lanes", [], size)()
+        self.rows = function("rows", [kind, pointer, pointer, pointer, size, size])
+        self.linear = function("linear", [kind, *[pointer] * 5, *[size] * 3, pointer])
+        self.room = function("room", [kind, size, size], size)
         # Whether bf16 is multiplied by tile registers.
-        self.tiles = bool(library.draftsmith_tiles())
+        self.tiles = bool(function("tiles", [], kind)())
         # Whether a model that computes in bf16 is multiplied by pairs. Tiles lose nothing of it.
-        self.pairs = not self.tiles and bool(library.draftsmith_pairs())
-        self.largest = library.draftsmith_largest
-        self.largest.argtypes = [pointer, *[size] * 3, pointer, pointer]
-        self.largest.restype = None
-        self.draws = library.draftsmith_draws
-        self.draws.argtypes = [pointer, pointer, *[size] * 3, pointer]
-        self.draws.restype = None
-        self.siblings = library.draftsmith_siblings
-        self.siblings.argtypes = [*[pointer] * 4, *[size] * 3, pointer]
-        self.siblings.restype = None
+        self.pairs = not self.tiles and bool(function("pairs", [], kind)())
+        self.largest = function("largest", [pointer, *[size] * 3, pointer, pointer])
+        self.draws = function("draws", [pointer, pointer, *[size] * 3, pointer])
+        self.siblings = function("siblings", [*[pointer] * 4, *[size] * 3, pointer])
         # Called with structures by reference (`decode.kernel_forward`).
-        self.scratch = library.draftsmith_scratch
-        self.scratch.restype = size
-        self.forward = library.draftsmith_forward
-        self.forward.restype = kind
+        self.scratch = function("scratch", [pointer, pointer], size)
+        self.forward = function("forward", [pointer, pointer], kind)
+
+
+def address(tensor: Tensor | None) -> int | None:
+    """Return where a tensor begins, for a C function; None for none."""
+    return None if tensor is None else tensor.data_ptr()
 
 
 class PackedMatrix:
@@ -114,7 +105,7 @@ class PackedMatrix:
     def __init__(self, functions: Kernel, weight_OI: Tensor) -> None:
         outputs, inputs = weight_OI.shape
         narrow_OI = narrowest(weight_OI)
-        if functions.tiles and narrow_OI.dtype == torch.bfloat16 and _finite(narrow_OI):
+        if functions.tiles and narrow_OI.dtype == torch.bfloat16 and narrow_OI.isfinite().all():
             self._fill_pairs(functions, narrow_OI, _TILES)
             return
         if functions.pairs and weight_OI.dtype == torch.bfloat16:
@@ -125,13 +116,10 @@ class PackedMatrix:
         # bf16, those of two vectors of the processor alternate.
         apart = 2 if narrow_OI.dtype == torch.bfloat16 else 1
         shape = (-1, width // functions.lanes // apart, apart, functions.lanes, inputs)
-        count, rest = divmod(outputs, width)
-        panels = self.values.view(count + bool(rest), inputs, shape[1], functions.lanes, apart)
-        full_OI = narrow_OI[: outputs - rest]
-        panels[:count] = full_OI.reshape(shape).permute(0, 4, 1, 3, 2)
-        if rest:
-            last_OI = F.pad(narrow_OI[outputs - rest :], (0, 0, 0, width - rest))
-            panels[count:] = last_OI.reshape(shape).permute(0, 4, 1, 3, 2)
+        surplus = -outputs % width
+        padded_OI = F.pad(narrow_OI, (0, 0, 0, surplus)) if surplus else narrow_OI
+        panels = self.values.view(-1, inputs, shape[1], functions.lanes, apart)
+        panels.copy_(padded_OI.reshape(shape).permute(0, 4, 1, 3, 2))
 
     def _fill_pairs(self, functions: Kernel, narrow_OI: Tensor, kind: int) -> None:
         outputs, inputs = narrow_OI.shape
@@ -202,7 +190,7 @@ class PackedMatrix:
                 self.kind,
                 x_XI.data_ptr() + 4 * begin * self.inputs,
                 self.values.data_ptr(),
-                None if bias_O is None else bias_O.data_ptr(),
+                address(bias_O),
                 None if other_XO is None else other_XO.data_ptr() + 4 * begin * self.outputs,
                 y_XO.data_ptr() + 4 * begin * self.outputs,
                 min(rows - begin, _MOST_ROWS),
@@ -215,10 +203,9 @@ class PackedMatrix:
     def rows(self, ids_N: Tensor) -> Tensor:
         """Return rows of the matrix, fp32 `[N, I]`. IndexError for a row that does not exist."""
         ids_N = ids_N.contiguous()
-        if ids_N.numel() and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self.outputs:
-            raise IndexError(
-                f"rows {int(ids_N.min())} to {int(ids_N.max())} of a matrix that has {self.outputs}"
-            )
+        low, high = map(int, ids_N.aminmax()) if ids_N.numel() else (0, 0)
+        if not 0 <= low <= high < self.outputs:
+            raise IndexError(f"rows {low} to {high} of a matrix that has {self.outputs}")
         rows_NI = torch.empty(len(ids_N), self.inputs, dtype=torch.float32)
         self._functions.rows(
             self.kind,
@@ -277,39 +264,24 @@ def narrowest(weight_OI: Tensor) -> Tensor:
     `weight_OI` itself.
     """
     if weight_OI.dtype == torch.float32:
-        for convert in (_to_bfloat16, _to_float16):
+        for narrow in (_upper_half, Tensor.half):
             # Most matrices that do not fit show it in their first rows.
-            narrow_OI = convert(weight_OI[:4])
-            if narrow_OI is not None:
-                narrow_OI = convert(weight_OI)
-            if narrow_OI is not None:
-                return narrow_OI
+            if _is_kept(narrow(weight_OI[:4]), weight_OI[:4]):
+                narrow_OI = narrow(weight_OI)
+                if _is_kept(narrow_OI, weight_OI):
+                    return narrow_OI
     return weight_OI
 
 
-def _finite(narrow_OI: Tensor) -> bool:
-    """Whether all values of a bf16 matrix are finite: by bits, because torch converts them to
-    compare them.
-    """
-    if not narrow_OI.numel():
-        return True
-    bits_OI = narrow_OI.contiguous().view(torch.int16) & _UNSIGNED_BF16
-    return int(bits_OI.max()) < _INFINITE_BF16
-
-
-def _to_bfloat16(weight_OI: Tensor) -> Tensor | None:
+def _upper_half(weight_OI: Tensor) -> Tensor:
     # bf16 is the upper half of fp32. By bits, because torch's conversion does not keep every NaN.
-    bits_OI = weight_OI.contiguous().view(torch.int32)
-    if (bits_OI & 0xFFFF).any():
-        return None
-    return (bits_OI >> 16).to(torch.int16).view(torch.bfloat16)
+    bits_OI = weight_OI.contiguous().view(torch.int32) >> 16
+    return bits_OI.to(torch.int16).view(torch.bfloat16)
 
 
-def _to_float16(weight_OI: Tensor) -> Tensor | None:
-    half_OI = weight_OI.to(torch.float16)
-    again_OI = half_OI.float().contiguous()
-    bits_OI = weight_OI.contiguous().view(torch.int32)
-    return half_OI if torch.equal(again_OI.view(torch.int32), bits_OI) else None
+def _is_kept(narrow_OI: Tensor, weight_OI: Tensor) -> bool:
+    again_OI = narrow_OI.float().contiguous()
+    return torch.equal(again_OI.view(torch.int32), weight_OI.contiguous().view(torch.int32))
 
 
 def kernel() -> Kernel | None:
@@ -385,8 +357,8 @@ def _private_cache() -> Path | None:
     with suppress(OSError, RuntimeError):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = cache.absolute() / "draftsmith"
-        for place in (directory, *directory.parents):
-            if place.is_symlink() and place.lstat().st_uid not in (0, me):
+        for folder in (directory, *directory.parents):
+            if folder.is_symlink() and folder.lstat().st_uid not in (0, me):
                 return None
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if directory.stat().st_uid == me:

@@ -87,14 +87,14 @@ class DraftModelProposer(NetworkProposer):
         backend = setup.compile if self._trees else False
         self.steps = steps_for(self.models, backend, self._fast, self.steps)
         networks: list[_OneNetwork] = []
-        for place, model in enumerate(self.models):
-            words = self._words[place]
+        for index, model in enumerate(self.models):
+            words = self._words[index]
             runner = make_runner(
                 model,
-                self._abilities[place],
+                self._abilities[index],
                 context_length(model),
-                self._packs[place],
-                self.steps[place] if self.steps else None,
+                self._packs[index],
+                self.steps[index] if self.steps else None,
             )
             cached = [_read(prompt[:-1], words, model) for prompt in setup.prompts]
             roots = [_read(prompt[-1:], words, model)[-_MOST_PIECES:] for prompt in setup.prompts]
@@ -144,15 +144,14 @@ class _OneNetwork(CachedNetwork):
             bound = self.runner.bind(frontier.block)
 
         def run(tokens_Bq: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, None]:
-            if words is not None:
-                logits, _ = bound.run(tokens_Bq, inputs)
-                return words.to_target(logits), None
             # The target may emit a token that the draft has no embedding for; whatever the draft
             # then guesses is verified.
-            if self.draft_vocabulary < self.vocabulary:
+            if words is None and self.draft_vocabulary < self.vocabulary:
                 tokens_Bq = tokens_Bq.clamp(max=self.draft_vocabulary - 1)
             logits, _ = bound.run(tokens_Bq, inputs)
-            return fit_vocabulary(logits, self.vocabulary), None
+            if words is None:
+                return fit_vocabulary(logits, self.vocabulary), None
+            return words.to_target(logits), None
 
         return NetworkForward(run, (tokens_Bq, bound.inputs), bound.name, call=self.runner.call)
 

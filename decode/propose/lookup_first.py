@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.propose.network_proposer import NetworkProposer
 from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from draftsmith.decode.tree import Drawing, Tree, TreeShape, chain
-from draftsmith.decode.tree_batch import TreeBatch, batch_of, mix
+from draftsmith.decode.tree import Drawing, Tree, TreeShape
+from draftsmith.decode.tree_batch import chain_batch, mix, mix_rows
 
 # Fewest tokens that match before lookup drafts in the place of a network.
 LEAST_MATCH = 2
@@ -68,7 +68,6 @@ class LookupFirstSession(Session):
         # As in `TextSession`, uniforms are assigned by the widths of the whole tree.
         self.widths = tree.widths if isinstance(tree, Tree) else (tree.beam,) * tree.depth
         self.stop = tree.stop if isinstance(tree, Tree) else 0.0
-        self._chains: dict[int, TreeBatch] = {}
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         """Copy for the rows that match, and draft only if a row does not. Recorded steps draft
@@ -98,11 +97,8 @@ class LookupFirstSession(Session):
             # A chain that a stop ends has no law behind its end.
             q_BDV.scatter_(2, tokens_BD1, (tokens_BM[:, 1:, None] >= 0).float())
             q_BEV = q_BDV.repeat_interleave(self.drafts, dim=1)
-        size = tokens_BM.shape[1] - 1
-        if size not in self._chains:
-            parents = [chain(size).parents]
-            self._chains[size] = batch_of(parents, self.widths, self.setup.device)
-        return Proposal(self._chains[size], tokens_BM, q_BEV, drawing, self.drafts)
+        tree = chain_batch(tokens_BM.shape[1] - 1, self.widths, self.setup.device)
+        return Proposal(tree, tokens_BM, q_BEV, drawing, self.drafts)
 
     def commit(self, outcome: Outcome) -> None:
         for text, emitted in zip(self.texts, outcome.tokens, strict=True):
@@ -124,18 +120,18 @@ def _mixed(copied: Sequence[bool], copies: Proposal, drafts: Proposal) -> Propos
     """Return the copies in the rows that copied, and the drafts in the others."""
     copied_B = torch.tensor(copied, device=copies.tokens_BM.device)
     nodes = max(copies.tokens_BM.shape[1], drafts.tokens_BM.shape[1])
-    tokens_BM = _padded(drafts.tokens_BM, nodes, -1)
-    tokens_BM[copied_B] = _padded(copies.tokens_BM, nodes, -1)[copied_B]
+    tokens_BM = mix_rows(
+        copied_B, _padded(copies.tokens_BM, nodes, -1), _padded(drafts.tokens_BM, nodes, -1)
+    )
     q_BEV = drafts.q_BEV
     if q_BEV is not None and copies.q_BEV is not None:
         slots = max(copies.q_BEV.shape[1], q_BEV.shape[1])
-        q_BEV = _padded(q_BEV, slots, 0)
-        q_BEV[copied_B] = _padded(copies.q_BEV, slots, 0)[copied_B]
+        q_BEV = mix_rows(copied_B, _padded(copies.q_BEV, slots, 0), _padded(q_BEV, slots, 0))
     tree = mix(copied_B, copies.tree, drafts.tree)
     return replace(drafts, tree=tree, tokens_BM=tokens_BM, q_BEV=q_BEV)
 
 
 def _padded(values: Tensor, size: int, value: int) -> Tensor:
-    """Return a copy with `size` entries along the second axis."""
+    """Return values with `size` entries along the second axis."""
     behind = (0, 0) * (values.ndim - 2) + (0, size - values.shape[1])
     return pad(values, behind, value=value)

@@ -4,14 +4,12 @@ cannot draft.
 
 from abc import abstractmethod
 
-import torch
-
 from draftsmith.decode.propose.dynamic_tree import DynamicTreeSession
 from draftsmith.decode.propose.network import Network
 from draftsmith.decode.propose.protocol import Proposer, SessionSetup
 from draftsmith.decode.propose.static_tree import DraftingPlan, StaticTreeSession
 from draftsmith.decode.recorded.steps import StaticSteps
-from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree import Drawing, DynamicTree, TreeShape
 
 
 class NetworkProposer(Proposer):
@@ -19,8 +17,6 @@ class NetworkProposer(Proposer):
 
     def __init__(self) -> None:
         self.steps: list[StaticSteps] = []
-        # By tree, the device that drafts, and the device of the target.
-        self._plans: dict[tuple[Tree, torch.device, torch.device], DraftingPlan] = {}
 
     @abstractmethod
     def network(self, setup: SessionSetup) -> Network:
@@ -42,12 +38,8 @@ class NetworkProposer(Proposer):
         network = self.network(setup)
         if isinstance(setup.tree, DynamicTree):
             return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
-        key = (setup.tree, network.device, setup.device)
-        if key not in self._plans:
-            self._plans[key] = DraftingPlan.build(setup.tree, network.device, setup.device)
-        return StaticTreeSession(
-            network, self._plans[key], setup.drawing, setup.sampling, bool(setup.compile)
-        )
+        plan = DraftingPlan.build(setup.tree, network.device, setup.device)
+        return StaticTreeSession(network, plan, setup.drawing, setup.sampling, bool(setup.compile))
 
 
 def slots_per_step(tree: TreeShape) -> int:

@@ -8,6 +8,7 @@ level, V vocabulary of the target, R = 1 when rows share a tree, else B.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import isfinite
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ class Level:
     counts_e: tuple[int, ...]  # children of every expanded node
     uniform_eK: Tensor  # node whose uniform decides draw k of expanded node e
     parent_c: Tensor  # for each child c: its parent among the expanded nodes of this depth
-    rank_c: Tensor  # and its place among its siblings
+    rank_c: Tensor  # and its rank among its siblings
     expanded_c: Tensor | None  # which children have children themselves; None when all have
     count: int  # number of children that have children themselves
     parents_1e: Tensor  # and of each of them: its parent's number among all expanded nodes
@@ -49,7 +50,7 @@ class Level:
 
 @dataclass(frozen=True, eq=False)
 class DraftingPlan:
-    """All indices and masks of drafting one tree. They are the same at every step, so the proposer
+    """All indices and masks of drafting one tree. They are the same at every step, so `build`
     caches them.
     """
 
@@ -62,6 +63,7 @@ class DraftingPlan:
     blocks: dict[int, tuple[Block, ...]] = field(default_factory=dict)
 
     @staticmethod
+    @lru_cache(maxsize=32)
     def build(tree: Tree, device: torch.device, target_device: torch.device) -> "DraftingPlan":
         """Put the indices on the draft's device, and the trees of proposals on the target's."""
 
@@ -78,15 +80,15 @@ class DraftingPlan:
             kids: list[int] = []
             parents: list[int] = []
             uniforms: list[list[int]] = []
-            for place, node in enumerate(nodes):
+            for index, node in enumerate(nodes):
                 below = list(tree.children[node])
                 counts.append(len(below))
                 kids += below
-                parents += [place] * len(below)
+                parents += [index] * len(below)
                 # Short rows are padded; their extra draws are dropped.
                 uniforms.append(below + below[-1:] * (draws - len(below)))
-            expanded = [place for place, kid in enumerate(kids) if tree.children[kid]]
-            above = [forwarded.index(nodes[parents[place]]) for place in expanded]
+            expanded = [index for index, kid in enumerate(kids) if tree.children[kid]]
+            above = [forwarded.index(nodes[parents[index]]) for index in expanded]
             levels.append(
                 Level(
                     draws=draws,
@@ -99,7 +101,7 @@ class DraftingPlan:
                     parents_1e=tensor([above]),
                 )
             )
-            nodes = [kids[place] for place in expanded]
+            nodes = [kids[index] for index in expanded]
             forwarded += nodes
             last += len(kids)
             batches.append(TreeBatch.build(Tree(tree.parents[:last]), target_device))
@@ -309,19 +311,17 @@ class StaticTreeSession(Session):
 
     def commit(self, outcome: Outcome) -> None:
         origins = None if self._origin is None else self._origin.tolist()
+        number_of = self.plan.number_of
         expanded: list[list[int | None]] = []
         for row, path in enumerate(outcome.paths):
             if origins is not None:
                 path = [origins[row][node] for node in path]
-            expanded.append([self._number(node) for node in path])
+            numbers = [number_of.get(node, self._forwarded) for node in path]
+            expanded.append([None if at >= self._forwarded else at for at in numbers])
         self.network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.network.select_rows(rows)
-
-    def _number(self, node: int) -> int | None:
-        number = self.plan.number_of.get(node)
-        return number if number is not None and number < self._forwarded else None
 
     def _proposal(
         self, tokens_BM: Tensor, parts_q: list[Tensor], depth: int, finite: Tensor

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from draftsmith.decode.tree import Tree, TreeShape, chain
-from draftsmith.decode.tree_batch import TreeBatch, batch_of
+from draftsmith.decode.tree import Tree, TreeShape
+from draftsmith.decode.tree_batch import TreeBatch, batch_of, chain_batch
 
 # Proposers that count what they copy, which gives a chain its stop.
 COUNTING = ("prompt_lookup",)
@@ -89,7 +89,6 @@ class TextSession(Session):
         self.device = setup.device
         self.rows = [proposer.row(prompt) for prompt in setup.prompts]
         self.drafted: list[FlatTrie] = []
-        self._chains: dict[int, TreeBatch] = {}
         self._last: tuple[list[tuple[int, ...]], TreeBatch] | None = None
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
@@ -119,9 +118,7 @@ class TextSession(Session):
     def _batch(self, size: int) -> TreeBatch:
         if size == 0 or self.tree.is_chain:
             # Rows share the longest chain; in a shorter row the tokens behind its end are -1.
-            if size not in self._chains:
-                self._chains[size] = TreeBatch.build(chain(size), self.device)
-            return self._chains[size]
+            return chain_batch(size, self.tree.widths, self.device)
         parents = [drafted.parents for drafted in self.drafted]
         if self._last is None or self._last[0] != parents:
             self._last = parents, batch_of(parents, self.tree.widths, self.device)

@@ -142,17 +142,18 @@ class StaticSteps:
         rows = len(tensors[0])
         padded_rows = min(bucket(rows), self._rows)
         if padded_rows > rows:
-            tensors = [_with_rows(tensor, padded_rows - rows) for tensor in tensors]
+            new = padded_rows - rows
+            tensors = [F.pad(old, (0, 0) * (old.ndim - 1) + (0, new)) for old in tensors]
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         key = (name, form, shapes)
         began = time.perf_counter()
-        new = key not in self._steps
-        if new:
+        is_new = key not in self._steps
+        if is_new:
             self._steps[key] = self._make(function, form, tensors)
             self.count += 1
         step = self._steps[key]
         outputs = step.run(tensors)
-        if new:
+        if is_new:
             if tensors[0].device.type == "cuda":
                 torch.cuda.synchronize(tensors[0].device)
             self.seconds += time.perf_counter() - began
@@ -192,10 +193,6 @@ def steps_for(
     if [(steps.model, steps.backend) for steps in known] == [(model, backend) for model in models]:
         return list(known)
     return [StaticSteps(model, backend, lean) for model in models]
-
-
-def _with_rows(tensor: Tensor, count: int) -> Tensor:
-    return F.pad(tensor, (0, 0) * (tensor.ndim - 1) + (0, count))
 
 
 def _slots(count: int) -> int:

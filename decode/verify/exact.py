@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from draftsmith.decode.choosing import draw, largest
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.tree_walk import (
-    Path,
+    Descent,
     Verdict,
     Walk,
     at_node,
@@ -40,7 +40,7 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
     if p is one-hot (`u_BU` is None).
     """
     widths = proposal.tree.widths
-    path = Path(proposal, p_BMV)
+    path = Descent(proposal, p_BMV)
     best_BM = largest(p_BMV, 1).indices[..., 0] if u_BU is None else None
     last_B = path.at_B
     for depth in range(len(widths) + 1):

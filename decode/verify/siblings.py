@@ -141,12 +141,6 @@ def _try_in_turn(node: Node, replacement: bool) -> tuple[Tensor, Tensor]:
     return rank_B, p_BV
 
 
-def _passes(u_B: Tensor, q_BV: Tensor, p_BV: Tensor, x_B1: Tensor) -> Tensor:
-    """u q(x) < p(x), as in `_try_in_turn`."""
-    q_x_B = q_BV.gather(1, x_B1)[:, 0]
-    return u_B * q_x_B < p_BV.gather(1, x_B1)[:, 0]
-
-
 def without(q_BV: Tensor, x_BK: Tensor) -> Tensor:
     """q without tokens x (-1 for none), renormalised; all zero (0 / tiny, not NaN) when they hold
     all its mass.
@@ -246,7 +240,10 @@ def _decide_greedy(node: Node) -> tuple[Tensor, Tensor]:
     x_B1 = offer_BK.gather(1, last_B.clamp(min=0).unsqueeze(1))
     asked_B = x_B1[:, 0] >= 0
     r_BV = without(node.q(0), top_BK)
-    taken_B = asked_B & _passes(node.u_Bn[:, 0], r_BV, node.p_BV, x_B1.clamp(min=0))
+    x_B1 = x_B1.clamp(min=0)
+    # As in `_try_in_turn`.
+    passed_B1 = node.u_Bn[:, :1] * r_BV.gather(1, x_B1) < node.p_BV.gather(1, x_B1)
+    taken_B = asked_B & passed_B1[:, 0]
     rank_B = last_B.masked_fill(~taken_B, -1)
     refused_B = asked_B & ~taken_B
     if known_empty(refused_B):

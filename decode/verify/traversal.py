@@ -13,7 +13,7 @@ is refused the node above changes: w becomes s / (s + 1 - w) with s the mass of 
 becomes norm((w p - q)+), and q loses the token. The root has w = 1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,14 +54,14 @@ Index = int | Tensor
 
 
 class Visit(NamedTuple):
-    """A visit of a node. Masks `[B]` are None where they are false everywhere."""
+    """A visit of a node. Masks are bools of all rows, or of each row, `[B]`."""
 
     node: Index  # 0: none
     depth: Index
     group: Index  # of its children
-    inner_B: Tensor | None  # whether it has children
-    entering_B: Tensor | None
-    leaving_B: Tensor | None
+    inner: bool | Tensor  # whether it has children
+    entering: bool | Tensor
+    leaving: bool | Tensor
 
 
 class _State(NamedTuple):
@@ -71,19 +71,19 @@ class _State(NamedTuple):
     q_BDV: Tensor
     w_BD: Tensor
 
-    def refuse(self, place: tuple[Rows, Index], refused_B1: Tensor, x_B1: Tensor) -> None:
-        """Change the node at `place` in the rows where its child with token x was refused."""
-        p_BV = self.p_BDV[place]
-        q_BV = self.q_BDV[place]
-        w_B1 = self.w_BD[place].unsqueeze(1)
+    def refuse(self, where: tuple[Rows, Index], refused_B1: Tensor, x_B1: Tensor) -> None:
+        """Change the node at `where` in the rows where its child with token x was refused."""
+        p_BV = self.p_BDV[where]
+        q_BV = self.q_BDV[where]
+        w_B1 = self.w_BD[where].unsqueeze(1)
         left_BV = (w_B1 * p_BV).sub_(q_BV).clamp_(min=0)
         mass_B1 = left_BV.sum(1, keepdim=True)
         left_BV.div_(mass_B1.clamp(min=tiny(mass_B1)))
         # As in `residual`: where rounding leaves no mass, p stays.
-        self.p_BDV[place] = torch.where(refused_B1 & (mass_B1 > 0), left_BV, p_BV)
-        self.q_BDV[place] = torch.where(refused_B1, without(q_BV, x_B1), q_BV)
+        self.p_BDV[where] = torch.where(refused_B1 & (mass_B1 > 0), left_BV, p_BV)
+        self.q_BDV[where] = torch.where(refused_B1, without(q_BV, x_B1), q_BV)
         new_B1 = torch.where(refused_B1, keep_probability(w_B1, mass_B1), w_B1)
-        self.w_BD[place] = new_B1.squeeze(1)
+        self.w_BD[where] = new_B1.squeeze(1)
 
 
 def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -95,8 +95,8 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     assert q_BEV is not None
     rows_B = row_numbers(p_BMV)
 
-    def at(place: Index, which: Rows = ALL) -> tuple[Rows, Index]:
-        return (rows_B[which], place[which]) if isinstance(place, Tensor) else (which, place)
+    def at(index: Index, which: Rows = ALL) -> tuple[Rows, Index]:
+        return (rows_B[which], index[which]) if isinstance(index, Tensor) else (which, index)
 
     # Leaves of the last depth are not stored, but need a valid index.
     shape = (len(rows_B), tree.depth + 1, p_BMV.shape[2])
@@ -109,33 +109,34 @@ def walk_around(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     end_BV = torch.empty_like(p_BMV[:, 0])
     live_B = torch.ones_like(rows_B, dtype=torch.bool)
     node_B = torch.zeros_like(rows_B)
-    for node, depth, group, inner_B, entering_B, leaving_B in visits(tree, live_B):
+    for node, depth, group, inner, entering, leaving in visits(tree):
         x_B = proposal.tokens_BM[at(node)]
         here_B = live_B & (x_B >= 0)
         if known_empty(here_B):
             continue
         x_B = x_B.clamp(min=0)
         above = depth - 1
-        if entering_B is not None:
-            now_B = here_B & entering_B
+        if entering is not False:
+            now_B = here_B & entering
             w_B = weight(w_BD[at(above)], p_BDV[rows_B, above, x_B], q_BDV[rows_B, above, x_B])
             w_BD[at(depth)] = torch.where(now_B, w_B, w_BD[at(depth)])
-            if inner_B is not None:
+            if inner is not False:
                 # A leaf's p and q are never changed, so only nodes with children are stored.
-                now_B = now_B & inner_B
+                now_B = now_B & inner
                 which = rows_of(now_B)
-                place = at(depth, which)
+                where = at(depth, which)
                 now_B1 = now_B[which, None]
-                p_BDV[place] = torch.where(now_B1, p_BMV[at(node, which)], p_BDV[place])
-                q_BDV[place] = torch.where(now_B1, q_BEV[at(group, which)], q_BDV[place])
-        if leaving_B is not None:
-            now_B = here_B & leaving_B
+                p_BDV[where] = torch.where(now_B1, p_BMV[at(node, which)], p_BDV[where])
+                q_BDV[where] = torch.where(now_B1, q_BEV[at(group, which)], q_BDV[where])
+        if leaving is not False:
+            now_B = here_B & leaving
             taken_B = now_B & (u_BU[at(node - 1)] < w_BD[at(depth)])
             if not known_empty(taken_B):
                 which = rows_of(taken_B)
                 leaf_BV = p_BMV[at(node, which)]
-                if inner_B is not None:
-                    leaf_BV = torch.where(inner_B[which, None], p_BDV[at(depth, which)], leaf_BV)
+                if inner is not False:
+                    changed_B = here_B & inner
+                    leaf_BV = torch.where(changed_B[which, None], p_BDV[at(depth, which)], leaf_BV)
                 end_BV[which] = torch.where(taken_B[which, None], leaf_BV, end_BV[which])
                 node_B = torch.where(taken_B, node, node_B)
                 live_B = live_B & ~taken_B
@@ -174,16 +175,12 @@ def keep_probability(w: Tensor, mass: Tensor) -> Tensor:
     return torch.where(lack > 0, mass / torch.where(lack > 0, mass + lack, 1.0), 1.0)
 
 
-def visits(tree: TreeBatch, yes_B: Tensor) -> Iterator[Visit]:
-    """Yield the visits of the walk in order. `yes_B` is true everywhere."""
-    if tree.rows == 1 and not recording():
-        for facts in _shared(tree):
-            inner_B = yes_B if facts.inner else None
-            entering_B = yes_B if facts.event > 0 else None
-            leaving_B = yes_B if facts.event < 0 else None
-            node = abs(facts.event)
-            yield Visit(node, facts.depth, facts.group, inner_B, entering_B, leaving_B)
-        return
+def visits(tree: TreeBatch) -> Iterable[Visit]:
+    """Return the visits of the walk in order."""
+    return _shared(tree) if tree.rows == 1 and not recording() else _by_row(tree)
+
+
+def _by_row(tree: TreeBatch) -> Iterator[Visit]:
     walk = _events(tree)
     for event_R in walk.events_RS.unbind(1):
         node_R = event_R.abs()
@@ -192,34 +189,25 @@ def visits(tree: TreeBatch, yes_B: Tensor) -> Iterator[Visit]:
             node=node_R,
             depth=walk.depths_RM.gather(1, index_R1).squeeze(1).clamp(min=1),
             group=tree.groups_RM.gather(1, index_R1).squeeze(1),
-            inner_B=walk.inner_RM.gather(1, index_R1).squeeze(1),
-            entering_B=event_R > 0,
-            leaving_B=event_R < 0,
+            inner=walk.inner_RM.gather(1, index_R1).squeeze(1),
+            entering=event_R > 0,
+            leaving=event_R < 0,
         )
 
 
-class _Facts(NamedTuple):
-    """A visit of a node of a tree that all rows share."""
-
-    event: int
-    depth: int
-    group: int
-    inner: bool
-
-
 @lru_cache(maxsize=8)
-def _shared(tree: TreeBatch) -> list[_Facts]:
+def _shared(tree: TreeBatch) -> list[Visit]:
     # Cached, because reading a tree from a device waits for the device.
     walk = _events(tree)
     depths = walk.depths_RM[0].tolist()
     groups = tree.groups_RM[0].tolist()
     inner = walk.inner_RM[0].tolist()
-    facts: list[_Facts] = []
+    found: list[Visit] = []
     for event in walk.events_RS[0].tolist():
         node = abs(event)
         if node:
-            facts.append(_Facts(event, depths[node], groups[node], inner[node]))
-    return facts
+            found.append(Visit(node, depths[node], groups[node], inner[node], event > 0, event < 0))
+    return found
 
 
 class _Events(NamedTuple):

@@ -63,7 +63,7 @@ class Node:
 NodeRule = Callable[[Node], tuple[Tensor, Tensor]]
 
 
-class Path:
+class Descent:
     """The nodes that each row has accepted, one depth after another."""
 
     def __init__(self, proposal: Proposal, p_BMV: Tensor) -> None:
@@ -117,7 +117,7 @@ def walk(
     sibling), and the last token takes one.
     """
     u_BU = u_BU.to(p_BMV.device)
-    path = Path(proposal, p_BMV)
+    path = Descent(proposal, p_BMV)
     last_BV = p_BV = p_BMV[:, 0]
     used = 0
     for depth, width in enumerate(proposal.tree.widths):
@@ -239,19 +239,17 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
     the target adds.
     """
     tree = proposal.tree
-    path = Path(proposal, node_B)
-    path.at_B = node_B
-    offer_BK = path.offer(max(tree.widths))
-    path.open_B = (offer_BK >= 0).any(1)
-    rows = len(node_B)
+    rows_B = row_numbers(node_B)
+    rows = len(rows_B)
     depths_BM = pad(tree.depths_RN, (1, 0)).expand(rows, -1)
-    above_BM = pad(tree.parents_RN + 1, (1, 0)).expand(rows, -1)
-    path.accepted_B = depths_BM[path.rows_B, node_B]
-    for depth in range(tree.depth, 0, -1):
-        here_B = path.accepted_B >= depth
-        path.nodes.insert(0, torch.where(here_B, path.at_B, 0))
-        path.at_B = torch.where(here_B, above_BM[path.rows_B, path.at_B], path.at_B)
-    return path.finish(last_B)
+    # Nodes beside the path count as the root, which is cut.
+    path_BM = tree.sees_RMM.expand(rows, -1, -1)[rows_B, node_B].long()
+    nodes_BD1 = torch.zeros(rows, tree.depth + 1, dtype=torch.long, device=node_B.device)
+    numbers_M = torch.arange(path_BM.shape[1], device=node_B.device)
+    nodes_BD1.scatter_(1, depths_BM * path_BM, numbers_M * path_BM)
+    kids_BK = tree.children_RMK.expand(rows, -1, -1)[rows_B, node_B]
+    open_B = (proposal.tokens_BM.gather(1, kids_BK) >= 0).any(1)
+    return finish(proposal, nodes_BD1[:, 1:], depths_BM[rows_B, node_B], open_B, last_B)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
