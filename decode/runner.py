@@ -50,6 +50,36 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     return zeros.masked_fill_(~allowed, least)
 
 
+def block_positions(offsets_RT: Tensor, state_B3: Tensor) -> Tensor:
+    """Positions of a block's slots in each row, whose `Runner.state_B3` this is."""
+    return offsets_RT + state_B3[:, :1] - state_B3[:, 1:2]
+
+
+def seen_slots(
+    position_BT: Tensor, sees_RqT: Tensor, state_B3: Tensor, slots: int, window: int | None
+) -> Tensor:
+    """Return which of the first `slots` slots (P) each query sees, `[B, q, P]`: a row's prefix,
+    then the block as its tree says.
+    """
+    queries, total = sees_RqT.shape[1:]
+    slot_P = torch.arange(slots, device=state_B3.device)
+    within_P = slot_P - state_B3[0, 2]
+    inside_P = (within_P >= 0) & (within_P < total)
+    within_P = within_P.clamp(0, total - 1)
+    # A padding slot is seen by itself only: a query with nothing to see would give NaN.
+    query_q = torch.arange(total - queries, total, device=state_B3.device)
+    itself_qP = query_q.unsqueeze(1) == within_P
+    unpadded_B1P = (within_P >= state_B3[:, 1:2]).unsqueeze(1)
+    block_BqP = sees_RqT.index_select(2, within_P) & inside_P & (unpadded_B1P | itself_qP)
+    seen_BqP = block_BqP | (slot_P < state_B3[:, :1]).unsqueeze(1)
+    if window is not None:
+        position_BP = torch.where(inside_P, position_BT.index_select(1, within_P), slot_P)
+        query_Bq = position_BT[:, total - queries :]
+        distance_BqP = query_Bq.unsqueeze(2) - position_BP.unsqueeze(1)
+        seen_BqP = seen_BqP & (distance_BqP < window)
+    return seen_BqP
+
+
 class Block:
     """Input of one forward: the offsets of all slots so far, and `sees_RqT`, what each query may
     attend to.
@@ -250,16 +280,12 @@ class Runner:
         `draft_model`).
         """
         self.column = max(self.lengths)
-        self._lead_B11 = None
-        if lead is not None and any(lead):
-            self._lead_B11 = torch.tensor(lead, device=self.device).view(-1, 1, 1)
-        self._aligned = self._lead_B11 is None and min(self.lengths) == self.column
-        if not self._aligned:
-            self._length_B11 = torch.tensor(self.lengths, device=self.device).view(-1, 1, 1)
-            base_B11 = self._length_B11
-            if self._lead_B11 is not None:
-                base_B11 = base_B11 - self._lead_B11
-            self._base_B1 = base_B11.view(-1, 1)
+        leads = lead or [0] * len(self.lengths)
+        self._aligned = not any(leads) and min(self.lengths) == self.column
+        pairs = zip(self.lengths, leads, strict=True)
+        # Of each row its length and its padding slots, and the column where blocks begin.
+        state = [[length, ahead, self.column] for length, ahead in pairs]
+        self.state_B3 = torch.tensor(state, device=self.device)
 
     def open_pending(self, pending: Sequence[Sequence[int]]) -> tuple[Tensor, list[int]]:
         """Begin a step with uncached tokens of each row. Return them right-aligned, `[B, W]`, and
@@ -288,7 +314,7 @@ class Runner:
         if self._aligned:
             positions = block.offsets_Rq + self.column
         else:
-            positions = (block.offsets_Rq + self._base_B1).clamp_(min=0)
+            positions = block_positions(block.offsets_Rq, self.state_B3).clamp_(min=0)
         top = self.column + block.max_offset
         if self.limit is not None and top >= self.limit:
             # Predictions past the context limit are past max_new_tokens too and are discarded.
@@ -367,29 +393,10 @@ class Runner:
             return None
         if self._aligned and block.static:
             return block.aligned_mask(self.column, self.cache.capacity, window, self.dtype)
-        sees_RqT = block.within(window)
-        if self._lead_B11 is not None:
-            slot_T = torch.arange(block.slots, device=self.device)
-            # A padding slot is seen by itself only: a query with nothing to see would give NaN.
-            query_q = slot_T[block.slots - block.queries :]
-            itself_qT = query_q.unsqueeze(1) == slot_T
-            sees_RqT = sees_RqT & ((slot_T >= self._lead_B11) | itself_qT)
-        slot_P = torch.arange(self.column, device=self.device)
-        if self._aligned:
-            prefix_RqP = torch.ones(1, 1, self.column, dtype=torch.bool, device=self.device)
-            base_R1: Tensor | int = self.column
-        else:
-            prefix_RqP = slot_P < self._length_B11
-            base_R1 = self._base_B1
-        if window is not None:
-            # With a sliding window, the visible prefix slots depend on each query's position.
-            position_Rq = block.offsets_Rq + base_R1
-            distance_RqP = position_Rq.unsqueeze(2) - slot_P
-            prefix_RqP = prefix_RqP & (distance_RqP < window)
-        rows = max(prefix_RqP.shape[0], sees_RqT.shape[0])
-        parts = [part.expand(rows, block.queries, -1) for part in (prefix_RqP, sees_RqT)]
-        allowed_RqS = torch.cat(parts, dim=2)
-        return additive(allowed_RqS.unsqueeze(1), self.dtype)
+        position_BT = block_positions(block.offsets_RT, self.state_B3)
+        slots = self.column + block.slots
+        seen_BqP = seen_slots(position_BT, block.sees_RqT, self.state_B3, slots, window)
+        return additive(seen_BqP.unsqueeze(1), self.dtype)
 
     def _own(
         self,

@@ -82,9 +82,7 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, samp
         self: Runner, tokens: Tensor, block: Block, keep_logits: int = 0, **rest: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         logits, hidden = plain(self, tokens, block, 0, **rest)
-        lead = [0] * len(self.lengths)
-        if self._lead_B11 is not None:
-            lead = self._lead_B11.view(-1).tolist()
+        lead = self.state_B3[:, 1].tolist()
         calls.append((self, block, list(self.lengths), lead, tokens.clone(), logits.clone()))
         return logits[:, -keep_logits:], hidden
 

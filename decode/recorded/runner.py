@@ -16,7 +16,14 @@ from transformers.cache_utils import Cache, DynamicLayer
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.kernel_forward import Forwarded
 from draftsmith.decode.recorded.steps import StaticSteps
-from draftsmith.decode.runner import Block, BlockForward, Runner, additive
+from draftsmith.decode.runner import (
+    Block,
+    BlockForward,
+    Runner,
+    additive,
+    block_positions,
+    seen_slots,
+)
 
 Result = TypeVar("Result")
 
@@ -42,14 +49,6 @@ class RecordedRunner(Runner):
         self._lean = self.steps.lean
         return cache
 
-    def open(self, lead: Sequence[int] | None = None) -> None:
-        """Begin a step; see `Runner.open`."""
-        self.column = max(self.lengths)
-        leads = lead or [0] * len(self.lengths)
-        pairs = zip(self.lengths, leads, strict=True)
-        state = [[length, ahead, self.column] for length, ahead in pairs]
-        self._state_B3 = torch.tensor(state, device=self.device)
-
     def bind(
         self, block: Block, keep_logits: int = 0, hidden_layers: Sequence[int] = ()
     ) -> BlockForward:
@@ -61,7 +60,7 @@ class RecordedRunner(Runner):
         sees_BqT = block.sees_RqT.expand(rows, -1, -1)
         return BlockForward(
             run=_StaticForward(self, slots, keep_logits, layers),
-            inputs=(offsets_BT, sees_BqT, self._state_B3),
+            inputs=(offsets_BT, sees_BqT, self.state_B3),
             name=(slots, keep_logits, layers),
         )
 
@@ -95,12 +94,15 @@ class _StaticForward:
         rows, queries = tokens_Bq.shape
         total = offsets_BT.shape[1]
         column = state_B3[0, 2]
-        position_BT = offsets_BT + state_B3[:, :1] - state_B3[:, 1:2]
+        position_BT = block_positions(offsets_BT, state_B3)
         positions_Bq = position_BT[:, total - queries :].clamp(min=0)
         if runner.limit is not None:
             # Predictions beyond the limit are cut, but no table may be read past its end.
             positions_Bq = positions_Bq.clamp(max=runner.limit - 1)
-        masks = self._masks(position_BT, sees_BqT, state_B3)
+        masks: dict[str, Tensor | None] = {}
+        for kind, window in runner.windows.items():
+            seen_BqP = seen_slots(position_BT, sees_BqT, state_B3, self.slots, window)
+            masks[kind] = additive(seen_BqP.unsqueeze(1), runner.model.dtype)
         at_q = column + torch.arange(total - queries, total, device=column.device)
         keys, values = runner.steps.cache.buffers(rows, self.slots)
         pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
@@ -118,37 +120,6 @@ class _StaticForward:
             self.hidden_layers,
             features_BqH,
         )
-
-    def _masks(
-        self, position_BT: Tensor, sees_BqT: Tensor, state_B3: Tensor
-    ) -> dict[str, Tensor | None]:
-        """Additive masks `[B, 1, q, P]` by kind of layer: a row's prefix, then the block as its
-        tree says.
-        """
-        queries, total = sees_BqT.shape[1:]
-        length_B1 = state_B3[:, :1]
-        lead_B1 = state_B3[:, 1:2]
-        slot_P = torch.arange(self.slots, device=state_B3.device)
-        place_P = slot_P - state_B3[0, 2]
-        inside_P = (place_P >= 0) & (place_P < total)
-        place_P = place_P.clamp(0, total - 1)
-        # A padding slot is seen by itself only: a query with nothing to see would give NaN.
-        query_q = torch.arange(total - queries, total, device=state_B3.device)
-        itself_qP = query_q.unsqueeze(1) == place_P
-        unpadded_B1P = (place_P >= lead_B1).unsqueeze(1)
-        block_BqP = sees_BqT.index_select(2, place_P) & inside_P & (unpadded_B1P | itself_qP)
-        allowed_BqP = block_BqP | (slot_P < length_B1).unsqueeze(1)
-        masks: dict[str, Tensor | None] = {}
-        for kind, window in self.runner.windows.items():
-            seen_BqP = allowed_BqP
-            if window is not None:
-                in_block_BP = position_BT.index_select(1, place_P)
-                position_BP = torch.where(inside_P, in_block_BP, slot_P)
-                query_Bq = position_BT[:, total - queries :]
-                distance_BqP = query_Bq.unsqueeze(2) - position_BP.unsqueeze(1)
-                seen_BqP = seen_BqP & (distance_BqP < window)
-            masks[kind] = additive(seen_BqP.unsqueeze(1), self.runner.model.dtype)
-        return masks
 
 
 class _StepLayer(DynamicLayer):
