@@ -11,6 +11,7 @@ U uniforms per row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -122,8 +123,7 @@ class _NoDraft:
         self._tokens_BM = self._tokens_BM[: len(rows)]
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
+class Parts(Protocol):
     """What a decoder decodes with. drawing: how children are chosen above temperature 0."""
 
     target: PreTrainedModel

@@ -23,7 +23,6 @@ from draftsmith.decode.batch_run import (
     Generation,
     OnTokens,
     Options,
-    Parts,
     StopCondition,
 )
 from draftsmith.decode.packed_weights import kernel_products, packs_of
@@ -121,14 +120,7 @@ class SpeculativeDecoder:
         # Neither recorded steps nor packed weights know the layers of other targets.
         trees = self._able.drafts == "tree"
         backend = compile if trees else False
-        self._parts = Parts(
-            target=target,
-            proposer=proposer,
-            tree=self.tree,
-            drawing=self.drawing,
-            verifier=self.verifier,
-            compile=backend,
-        )
+        self.compile: bool | str = backend
         self.steps = StaticSteps(target, backend, lean=fast) if backend else None
         self.compile_s = 0.0
         # Recorded steps share one set of buffers, so threads take turns.
@@ -166,7 +158,7 @@ class SpeculativeDecoder:
         options = Options(sampling, max_new_tokens, frozenset(eos_ids), on_tokens, stop)
         began = self._clock()
         with self._turn, self._products():
-            run = BatchRun(self._parts, self._new_runner(), options, prompts, generators)
+            run = BatchRun(self, self._new_runner(), options, prompts, generators)
             prefilled = self._clock()
             while run.batch:
                 run.step()
@@ -218,7 +210,7 @@ class SpeculativeDecoder:
                     runner = run.runner.fresh() if run is not None else self._new_runner()
                     if not live:
                         run = None  # frees its cache before another is made
-                    joins = BatchRun(self._parts, runner, options, prompts, generators, count)
+                    joins = BatchRun(self, runner, options, prompts, generators, count)
                     count += len(joining)
                     if run is None:
                         run = joins

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -221,7 +222,7 @@ class HeadForward(ABC):
         positions_Rq: Tensor,
         top_position: int,
         masks: Mapping[str, Tensor | None],
-        cache: TreeCache,
+        cache: Cache,
         keep_logits: int = 0,
         hidden_layers: Sequence[int] = (),
         *,
@@ -233,6 +234,7 @@ class HeadForward(ABC):
 
         prefill: cache a prompt and return empty tensors.
         """
+        assert isinstance(cache, TreeCache)
         step = _Step(
             tokens_Bq=tokens_Bq,
             positions_Rq=positions_Rq,

@@ -101,13 +101,6 @@ class Block:
     def max_offset(self) -> int:
         return int(self.offsets_Rq.max())
 
-    def within(self, window: int | None) -> Tensor:
-        """Return `sees_RqT` restricted to a sliding window."""
-        if window is None:
-            return self.sees_RqT
-        distance_RqT = self.offsets_Rq.unsqueeze(2) - self.offsets_RT.unsqueeze(1)
-        return self.sees_RqT & (distance_RqT < window)
-
     def aligned_mask(
         self, prefix: int, capacity: int, window: int | None, dtype: torch.dtype
     ) -> Tensor:
@@ -117,14 +110,11 @@ class Block:
         room, mask = self._views.get((window, dtype), (-1, None))
         if mask is None or room < capacity:
             room = capacity
-            far_1P = torch.arange(room, 0, -1, device=self.sees_RqT.device)
-            near_qP = torch.ones(self.queries, room, dtype=torch.bool, device=far_1P.device)
-            if window is not None:
-                offsets_q1 = self.offsets_Rq[0].unsqueeze(1)
-                near_qP = offsets_q1 + far_1P < window
-            block_qT = self.within(window)[0]
-            allowed_qS = torch.cat([near_qP, block_qT], dim=1)
-            mask = additive(allowed_qS[None, None], dtype)
+            state_13 = torch.tensor([[room, 0, room]], device=self.sees_RqT.device)
+            position_1T = block_positions(self.offsets_RT, state_13)
+            slots = room + self.slots
+            seen_1qS = seen_slots(position_1T, self.sees_RqT, state_13, slots, window)
+            mask = additive(seen_1qS.unsqueeze(1), dtype)
             self._views[window, dtype] = (room, mask)
         view = mask[..., room - prefix :]
         if view.device.type == "cpu":
@@ -245,8 +235,9 @@ class Runner:
         positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
         # The logits are not used: the last prompt token is forwarded in the first step.
         if self._lean is None:
-            _, hidden = self._own(
-                tokens_BT, positions_1T, {"": None}, self.cache, 1, hidden_layers, features_BTH
+            nothing: dict[str, Tensor | None] = {"": None}
+            _, hidden = self._run(
+                tokens_BT, positions_1T, 0, nothing, self.cache, 1, hidden_layers, features_BTH
             )
             return hidden
         masks = {
@@ -322,19 +313,8 @@ class Runner:
             top = self.limit - 1
             positions = positions.clamp(max=top)
         masks = {kind: self._mask(block, window) for kind, window in self.windows.items()}
-        if self._lean is not None:
-            return self._lean.run(
-                tokens_Bq,
-                positions,
-                top,
-                masks,
-                self.cache,
-                keep_logits,
-                hidden_layers,
-                **_features(features_BqH),
-            )
-        return self._own(
-            tokens_Bq, positions, masks, self.cache, keep_logits, hidden_layers, features_BqH
+        return self._run(
+            tokens_Bq, positions, top, masks, self.cache, keep_logits, hidden_layers, features_BqH
         )
 
     def bind(
@@ -345,7 +325,13 @@ class Runner:
         def run(
             tokens_Bq: Tensor, _: tuple[Tensor, ...], features_BqH: Tensor | None = None
         ) -> Forwarded:
-            return self.forward(tokens_Bq, block, keep_logits, hidden_layers, features_BqH)
+            return self.forward(
+                tokens_Bq,
+                block,
+                keep_logits,
+                hidden_layers=hidden_layers,
+                features_BqH=features_BqH,
+            )
 
         return BlockForward(run)
 
@@ -398,18 +384,25 @@ class Runner:
         seen_BqP = seen_slots(position_BT, block.sees_RqT, self.state_B3, slots, window)
         return additive(seen_BqP.unsqueeze(1), self.dtype)
 
-    def _own(
+    def _run(
         self,
         tokens_Bq: Tensor,
         positions_Bq: Tensor,
+        top: int,
         masks: Mapping[str, Tensor | None],
         cache: Cache,
         keep_logits: int,
         hidden_layers: Sequence[int],
-        features_BqH: Tensor | None = None,
+        features_BqH: Tensor | None,
     ) -> Forwarded:
-        """The model's own forward. masks: by kind of layer."""
+        """The lean forward, else the model's own. top: the highest position. masks: by kind of
+        layer.
+        """
         options = _features(features_BqH)
+        if self._lean is not None:
+            return self._lean.run(
+                tokens_Bq, positions_Bq, top, masks, cache, keep_logits, hidden_layers, **options
+            )
         if self._trims_logits:
             options["logits_to_keep"] = keep_logits
         # A model with one kind of layer takes the mask itself.

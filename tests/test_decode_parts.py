@@ -32,7 +32,7 @@ def watched_run(
     generators = [generator(row) for row in range(len(prompts))]
     with torch.inference_mode():
         options = Options(GREEDY, 40, eos)
-        run = BatchRun(decoder._parts, decoder._new_runner(), options, prompts, generators)
+        run = BatchRun(decoder, decoder._new_runner(), options, prompts, generators)
         cache, moved, places = run.runner.cache, [0], []
         while run.batch:
             run.step()
@@ -72,7 +72,7 @@ def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
         with torch.inference_mode():
             decoder = SpeculativeDecoder(target)
             options = Options(GREEDY, 40, frozenset({eos}))
-            run = BatchRun(decoder._parts, decoder._new_runner(), options, prompts, generators)
+            run = BatchRun(decoder, decoder._new_runner(), options, prompts, generators)
         while run.batch:
             rows, moved = len(run.batch), run.runner.cache.bytes_moved
             with torch.inference_mode():

@@ -107,13 +107,10 @@ class _StaticForward:
         keys, values = runner.steps.cache.buffers(rows, self.slots)
         pairs = zip(keys.unbind(0), values.unbind(0), strict=True)
         cache = Cache(layers=[_StepLayer(key, value, at_q) for key, value in pairs])
-        if runner.steps.lean is not None:
-            return runner.steps.lean.run(
-                tokens_Bq, positions_Bq, 0, masks, cache, self.keep_logits, self.hidden_layers
-            )
-        return runner._own(
+        return runner._run(
             tokens_Bq,
             positions_Bq,
+            0,
             masks,
             cache,
             self.keep_logits,
