@@ -288,21 +288,24 @@ class BatchRun:
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
         walks = follow(proposal, best.indices[..., 0].tolist())
-        finite_B = _finite(best.values[..., 0], proposal.finite).tolist()
+        largest_BM = best.values[..., 0]
+        finite_B = _finite(largest_BM, proposal.finite)
         if hidden:
             depth = proposal.tree.depth
             paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
             hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
         sampling = self.options.sampling
-        return _Judged(finite_B, walks, hidden, lambda: probs(logits_BMV, sampling))
+        return _Judged(finite_B.tolist(), walks, hidden, lambda: probs(logits_BMV, sampling))
 
     def _draw_undrafted(self, proposal: Proposal, u_BU: Tensor) -> _Judged:
         """Draw a token from the target at every root, where nothing is ever drafted."""
         logits_B1V, _ = self._scored(proposal)
         p_B1V = probs(logits_B1V, self.options.sampling)
         u_B = u_BU[:, 0].to(p_B1V.device)
-        walks = [Walk([], [token], False, 0, 0) for token in draw(p_B1V[:, 0], u_B).tolist()]
-        return _Judged(_finite(logits_B1V.amax(2), None).tolist(), walks, (), lambda: p_B1V)
+        tokens_B = draw(p_B1V[:, 0], u_B)
+        walks = [Walk([], [token], False, 0, 0) for token in tokens_B.tolist()]
+        finite_B = _finite(logits_B1V.amax(2), None)
+        return _Judged(finite_B.tolist(), walks, (), lambda: p_B1V)
 
     def _scored(self, proposal: Proposal) -> Forwarded:
         tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
@@ -442,7 +445,8 @@ def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
     """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit of
     a node shows any NaN or plus infinity; minus infinity marks an impossible token.
     """
-    target_B = largest_BM.amax(1).isfinite().long()
+    largest_B = largest_BM.amax(1)
+    target_B = largest_B.isfinite().long()
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 

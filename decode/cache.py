@@ -42,7 +42,8 @@ class _Store:
         # Zeros, not empty: a masked slot has weight 0 in the attention, and 0 * NaN would be NaN.
         self.whole: list[Tensor] = []
         for new in states:
-            self.whole.append(zeros((layers, rows, new.shape[1], capacity, new.shape[3]), new))
+            shape = (layers, rows, new.shape[1], capacity, new.shape[3])
+            self.whole.append(zeros(shape, new))
         self.show(states[0].shape[0])
 
     def show(self, rows: int) -> None:
@@ -53,11 +54,12 @@ class _Store:
 
     def grow(self, rows: int, capacity: int) -> None:
         """Use `rows` rows of at least `capacity` slots, in a larger copy if necessary."""
+        used = self.blocks[0].shape[1]
         for number, old in enumerate(self.whole):
             layers, most, heads, slots, size = old.shape
             if rows > most or capacity > slots:
                 larger = zeros((layers, max(rows, most), heads, max(capacity, slots), size), old)
-                larger[:, : self.blocks[0].shape[1], :, :slots] = self.blocks[number]
+                larger[:, :used, :, :slots] = self.blocks[number]
                 self.whole[number] = larger
         self.show(rows)
 
@@ -66,7 +68,8 @@ class _Store:
         devices).
         """
         sizes = [(old.shape[2], old.shape[4], old.device) for old in self.whole]
-        return sizes == [(new.shape[1], new.shape[3], new.device) for new in states]
+        given = [(new.shape[1], new.shape[3], new.device) for new in states]
+        return sizes == given
 
 
 class _TreeLayer(DynamicLayer):
@@ -115,8 +118,9 @@ class TreeCache(Cache):
         states = (keys, values)
         rows = keys.shape[0]
         # The first store serves all layers; an odd layer gets a store of its own.
-        odd = bool(self._stores) and not self._stores[0].fits(states)
-        if odd or not self._stores:
+        first = self._stores[0] if self._stores else None
+        odd = first is not None and not first.fits(states)
+        if odd or first is None:
             count = 1 if odd else len(self.layers)
             self._stores.append(_Store(count, self.buffer_rows or rows, self.capacity, states))
         store = self._stores[-1 if odd else 0]
@@ -164,7 +168,8 @@ class TreeCache(Cache):
         if not moves:
             return
         for store in self._stores:
-            moves_n3 = torch.tensor(moves, device=store.blocks[0].device)
+            keys = store.blocks[0]
+            moves_n3 = torch.tensor(moves, device=keys.device)
             row_n, source_n, target_n = moves_n3.unbind(1)
             source_n = source_n + column
             for block in store.blocks:

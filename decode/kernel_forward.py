@@ -28,6 +28,11 @@ _SIZE = ctypes.c_size_t
 _POINTER = ctypes.c_void_p
 
 
+def joined(parts: Sequence[Sequence[Tensor]], dim: int = 0) -> tuple[Tensor, ...]:
+    """Join the hidden states of several forwards, layer by layer."""
+    return tuple(torch.cat(layer, dim=dim) for layer in zip(*parts, strict=True))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Heads and constants that all layers share. heads: query heads. groups: key/value heads.
@@ -90,11 +95,11 @@ class LayerMaker:
         attention = layer.self_attn
         mlp = layer.mlp
         normed = hasattr(attention, "q_norm")
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        qkv = self.fused(f"{index}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
         return Layer(
             kind=kind,
             norm_D=None if first_norm is None else self.vector(first_norm),
-            qkv=self.fused(f"{index}.qkv", *projections),
+            qkv=qkv,
             query_norm_E=self.vector(attention.q_norm) if normed else None,
             key_norm_E=self.vector(attention.k_norm) if normed else None,
             out=self.fused(f"{index}.out", attention.o_proj),
@@ -212,6 +217,7 @@ class KernelForward:
         self._step = _Step()
         self._layers = (_Layer * len(layers))()
         for index, layer in enumerate(layers):
+            mask = self.kinds.index(layer.kind)
             self._layers[index] = _Layer(
                 qkv=_matrix(layer.qkv),
                 out=_matrix(layer.out),
@@ -221,7 +227,7 @@ class KernelForward:
                 query_norm=address(layer.query_norm_E),
                 key_norm=address(layer.key_norm_E),
                 ffn_norm=address(layer.ffn_norm_D),
-                mask=self.kinds.index(layer.kind),
+                mask=mask,
             )
         self._model = _Model(
             layers=self._layers,

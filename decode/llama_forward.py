@@ -36,6 +36,7 @@ from draftsmith.decode.kernel_forward import (
     LayerMaker,
     Sizes,
     causal_mask,
+    joined,
 )
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel
 from draftsmith.decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
@@ -254,7 +255,7 @@ class LeanForward:
                 state_dtype=self._state_dtype,
             )
             parts.append(states)
-        return [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        return list(joined(parts))
 
     def _by_torch(
         self,

@@ -13,7 +13,7 @@ Legend: B rows, q tokens of a block, V vocabulary, H hidden size.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import signature
@@ -27,13 +27,14 @@ from transformers.cache_utils import DynamicLayer
 
 from draftsmith.core.hidden_states import forward_with_states, layout_of
 from draftsmith.core.models import vocabulary_size
-from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.kernel_forward import Forwarded, joined
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import CACHE_NAMES, Reading, counts_positions
 
 # Before more tokens than these are forwarded again, they are forwarded once without a chain, which
 # moves the copy behind them.
 MOST_UNREAD = 16
+Scans = dict[Any, int]  # Mamba 2 layers, and how many tokens their scans pad to
 
 
 class _Mark(NamedTuple):
@@ -72,9 +73,8 @@ class OwnCacheRunner(Runner):
         names = [name for name in CACHE_NAMES if name in self._arguments]
         self._takes_positions = "position_ids" in self._arguments and not counts_positions(model)
         self._cache_name = names[0] if names and reading != "whole" else None
-        # Mamba 2 layers, and how many tokens their scans pad to. On other devices scans have
-        # kernels, which accept some sizes only.
-        self._scans: dict[Any, int] = {}
+        # On other devices scans have kernels, which accept some sizes only.
+        self._scans: Scans = {}
         for module in model.modules() if self.device.type == "cpu" else ():
             size = getattr(module, "chunk_size", None)
             if isinstance(size, int):
@@ -100,7 +100,7 @@ class OwnCacheRunner(Runner):
                 _, hidden = self._read(row, length if hidden_layers else 1, hidden_layers)
                 self._record(row)
             states.append(_padded(hidden, 0, longest - length))
-        return _joined(states)
+        return joined(states)
 
     def open(self, lead: Sequence[int] | None = None) -> None:
         """Begin a step whose first token is certain; see `Runner.open`."""
@@ -136,12 +136,13 @@ class OwnCacheRunner(Runner):
             logits_1nV, hidden = self._extend(self.rows[row], present, certain, hidden_layers)
             behind = queries - lead - len(present)
             if keep_logits:
-                logits.append(logits_1nV[:, -keep_logits:])
+                logits_1nV = logits_1nV[:, -keep_logits:]
+                logits.append(logits_1nV)
             else:
                 logits += _padded([logits_1nV], lead, behind)
             states.append(_padded(hidden, lead, behind))
         self._fed = True
-        return torch.cat(logits), _joined(states)
+        return torch.cat(logits), joined(states)
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:
         """Keep the first tokens of each row's step, as many as it lists; go back behind them."""
@@ -217,7 +218,7 @@ class OwnCacheRunner(Runner):
             if at >= begin:
                 logits.append(logits_11V)
                 states.append(hidden)
-        return torch.cat(logits, dim=1), _joined(states, dim=1)
+        return torch.cat(logits, dim=1), joined(states, dim=1)
 
     def _read(
         self, row: _Row, last: int, hidden_layers: Sequence[int], end: int | None = None
@@ -278,13 +279,8 @@ def _padded(states: Sequence[Tensor], before: int, behind: int) -> tuple[Tensor,
     return tuple(pad(state_1nH, (0, 0, before, behind)) for state_1nH in states)
 
 
-def _joined(states: Sequence[tuple[Tensor, ...]], dim: int = 0) -> tuple[Tensor, ...]:
-    """Join the states of each layer."""
-    return tuple(torch.cat(layer, dim=dim) for layer in zip(*states, strict=True))
-
-
 @contextmanager
-def _short_scans(scans: Mapping[Any, int], tokens: int) -> Iterator[None]:
+def _short_scans(scans: Scans, tokens: int) -> Iterator[None]:
     """In the block, let scans of few tokens pad to few: the sums are the same, in another order.
 
     A chain of four behind its root would be padded to 256 tokens.

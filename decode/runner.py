@@ -27,7 +27,7 @@ from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import text_config
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.head_forward import HeadForward, head_forward
-from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.decode.kernel_forward import Forwarded, joined
 from draftsmith.decode.llama_forward import LeanForward, lean_forward
 from draftsmith.decode.packed_weights import Packs
 
@@ -52,7 +52,9 @@ def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
 
 def block_positions(offsets_RT: Tensor, state_B3: Tensor) -> Tensor:
     """Positions of a block's slots in each row, whose `Runner.state_B3` this is."""
-    return offsets_RT + state_B3[:, :1] - state_B3[:, 1:2]
+    length_B1 = state_B3[:, :1]
+    lead_B1 = state_B3[:, 1:2]
+    return offsets_RT + length_B1 - lead_B1
 
 
 def seen_slots(
@@ -62,6 +64,8 @@ def seen_slots(
     then the block as its tree says.
     """
     queries, total = sees_RqT.shape[1:]
+    length_B1 = state_B3[:, :1]
+    lead_B1 = state_B3[:, 1:2]
     slot_P = torch.arange(slots, device=state_B3.device)
     within_P = slot_P - state_B3[0, 2]
     inside_P = (within_P >= 0) & (within_P < total)
@@ -69,9 +73,9 @@ def seen_slots(
     # A padding slot is seen by itself only: a query with nothing to see would give NaN.
     query_q = torch.arange(total - queries, total, device=state_B3.device)
     itself_qP = query_q.unsqueeze(1) == within_P
-    unpadded_B1P = (within_P >= state_B3[:, 1:2]).unsqueeze(1)
+    unpadded_B1P = (within_P >= lead_B1).unsqueeze(1)
     block_BqP = sees_RqT.index_select(2, within_P) & inside_P & (unpadded_B1P | itself_qP)
-    seen_BqP = block_BqP | (slot_P < state_B3[:, :1]).unsqueeze(1)
+    seen_BqP = block_BqP | (slot_P < length_B1).unsqueeze(1)
     if window is not None:
         position_BP = torch.where(inside_P, position_BT.index_select(1, within_P), slot_P)
         query_Bq = position_BT[:, total - queries :]
@@ -213,7 +217,7 @@ class Runner:
         for begin in range(0, longest, step):
             chunk_BT = tokens_BT[:, begin : begin + step]
             parts.append(self._prefill_chunk(chunk_BT, begin, hidden_layers, features_BTH))
-        hidden = tuple(torch.cat(layer, dim=1) for layer in zip(*parts, strict=True))
+        hidden = joined(parts, dim=1)
         if len(read) == len(prompts):
             return hidden
         rows = [read.index(tuple(prompt)) for prompt in prompts]

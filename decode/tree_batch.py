@@ -104,7 +104,9 @@ def batch_of(
             masks[node] |= masks[parent + 1]
     # As in `grow_batch`: a node that does not exist counts as a leaf right below the root.
     sees[:, :, 0] = True
-    depths = sees[:, 1:, 1:].sum(2)
+    drafted = sees[:, 1:, 1:]
+    depths = drafted.sum(2)
+    deepest = int(depths.max(initial=0))
     inner = children[:, :, 0] > 0
     groups = (inner.cumsum(1) - 1) * inner
 
@@ -117,7 +119,7 @@ def batch_of(
         children_RMK=tensor(children),
         groups_RM=tensor(groups),
         sees_RMM=tensor(sees),
-        widths=widths[: depths.max(initial=0)],
+        widths=widths[:deepest],
     )
 
 

@@ -23,7 +23,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -63,25 +63,29 @@ class Kernel:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        def function(name: str, arguments: list[type], result: type | None = None) -> Any:
-            declared = getattr(library, f"draftsmith_{name}")
+        def function(
+            name: str, arguments: list[type], result: type | None = None
+        ) -> Callable[..., int]:
+            declared = library[f"draftsmith_{name}"]
             declared.argtypes = arguments
             declared.restype = result
             return declared
 
         pointer, size, kind = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        four = [pointer] * 4
+        five = [pointer] * 5
         self.packed_bytes = function("packed_bytes", [kind, size, size], size)
         self.lanes: int = function("lanes", [], size)()
         self.rows = function("rows", [kind, pointer, pointer, pointer, size, size])
-        self.linear = function("linear", [kind, *[pointer] * 5, *[size] * 3, pointer])
+        self.linear = function("linear", [kind, *five, size, size, size, pointer])
         self.room = function("room", [kind, size, size], size)
         # Whether bf16 is multiplied by tile registers.
         self.tiles = bool(function("tiles", [], kind)())
         # Whether a model that computes in bf16 is multiplied by pairs. Tiles lose nothing of it.
         self.pairs = not self.tiles and bool(function("pairs", [], kind)())
-        self.largest = function("largest", [pointer, *[size] * 3, pointer, pointer])
-        self.draws = function("draws", [pointer, pointer, *[size] * 3, pointer])
-        self.siblings = function("siblings", [*[pointer] * 4, *[size] * 3, pointer])
+        self.largest = function("largest", [pointer, size, size, size, pointer, pointer])
+        self.draws = function("draws", [pointer, pointer, size, size, size, pointer])
+        self.siblings = function("siblings", [*four, size, size, size, pointer])
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = function("scratch", [pointer, pointer], size)
         self.forward = function("forward", [pointer, pointer], kind)
@@ -119,7 +123,8 @@ class PackedMatrix:
         surplus = -outputs % width
         padded_OI = F.pad(narrow_OI, (0, 0, 0, surplus)) if surplus else narrow_OI
         panels = self.values.view(-1, inputs, shape[1], functions.lanes, apart)
-        panels.copy_(padded_OI.reshape(shape).permute(0, 4, 1, 3, 2))
+        split_OI = padded_OI.reshape(shape)
+        panels.copy_(split_OI.permute(0, 4, 1, 3, 2))
 
     def _fill_pairs(self, functions: Kernel, narrow_OI: Tensor, kind: int) -> None:
         outputs, inputs = narrow_OI.shape
@@ -275,13 +280,15 @@ def narrowest(weight_OI: Tensor) -> Tensor:
 
 def _upper_half(weight_OI: Tensor) -> Tensor:
     # bf16 is the upper half of fp32. By bits, because torch's conversion does not keep every NaN.
-    bits_OI = weight_OI.contiguous().view(torch.int32) >> 16
+    weight_OI = weight_OI.contiguous()
+    bits_OI = weight_OI.view(torch.int32) >> 16
     return bits_OI.to(torch.int16).view(torch.bfloat16)
 
 
 def _is_kept(narrow_OI: Tensor, weight_OI: Tensor) -> bool:
     again_OI = narrow_OI.float().contiguous()
-    return torch.equal(again_OI.view(torch.int32), weight_OI.contiguous().view(torch.int32))
+    weight_OI = weight_OI.contiguous()
+    return torch.equal(again_OI.view(torch.int32), weight_OI.view(torch.int32))
 
 
 def kernel() -> Kernel | None:

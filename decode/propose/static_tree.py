@@ -312,12 +312,13 @@ class StaticTreeSession(Session):
     def commit(self, outcome: Outcome) -> None:
         origins = None if self._origin is None else self._origin.tolist()
         number_of = self.plan.number_of
+        forwarded = self._forwarded
         expanded: list[list[int | None]] = []
         for row, path in enumerate(outcome.paths):
             if origins is not None:
                 path = [origins[row][node] for node in path]
-            numbers = [number_of.get(node, self._forwarded) for node in path]
-            expanded.append([None if at >= self._forwarded else at for at in numbers])
+            numbers = [number_of.get(node, forwarded) for node in path]
+            expanded.append([None if at >= forwarded else at for at in numbers])
         self.network.commit(expanded, outcome)
 
     def select_rows(self, rows: Sequence[int]) -> None:

@@ -242,7 +242,8 @@ def _decide_greedy(node: Node) -> tuple[Tensor, Tensor]:
     r_BV = without(node.q(0), top_BK)
     x_B1 = x_B1.clamp(min=0)
     # As in `_try_in_turn`.
-    passed_B1 = node.u_Bn[:, :1] * r_BV.gather(1, x_B1) < node.p_BV.gather(1, x_B1)
+    ur_B1 = node.u_Bn[:, :1] * r_BV.gather(1, x_B1)
+    passed_B1 = ur_B1 < node.p_BV.gather(1, x_B1)
     taken_B = asked_B & passed_B1[:, 0]
     rank_B = last_B.masked_fill(~taken_B, -1)
     refused_B = asked_B & ~taken_B

@@ -243,12 +243,14 @@ def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
     rows = len(rows_B)
     depths_BM = pad(tree.depths_RN, (1, 0)).expand(rows, -1)
     # Nodes beside the path count as the root, which is cut.
-    path_BM = tree.sees_RMM.expand(rows, -1, -1)[rows_B, node_B].long()
+    sees_BMM = tree.sees_RMM.expand(rows, -1, -1)
+    path_BM = sees_BMM[rows_B, node_B].long()
     nodes_BD1 = torch.zeros(rows, tree.depth + 1, dtype=torch.long, device=node_B.device)
     numbers_M = torch.arange(path_BM.shape[1], device=node_B.device)
     nodes_BD1.scatter_(1, depths_BM * path_BM, numbers_M * path_BM)
     kids_BK = tree.children_RMK.expand(rows, -1, -1)[rows_B, node_B]
-    open_B = (proposal.tokens_BM.gather(1, kids_BK) >= 0).any(1)
+    offer_BK = proposal.tokens_BM.gather(1, kids_BK)
+    open_B = (offer_BK >= 0).any(1)
     return finish(proposal, nodes_BD1[:, 1:], depths_BM[rows_B, node_B], open_B, last_B)
 
 
