@@ -17,7 +17,7 @@ from draftsmith.core.record import RECORD
 from draftsmith.core.runs import holder
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.manifest import count_kept
-from draftsmith.eval.moved import place_now
+from draftsmith.eval.moved import path_now
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.objective import OWN_LOSS
 
@@ -122,7 +122,7 @@ def _distilled_set(directory: Path) -> Held | None:
         )
         words = shlex.split(made["command"])
         out = words[words.index("--out") + 1] if "--out" in words else str(directory)
-        target = place_now(made["config"]["target"], out, str(directory))
+        target = path_now(made["config"]["target"], out, str(directory))
         train = ["draftsmith", "train", "--data", str(directory), "--target", target]
         facts = f"{made['counts']['rows']} rows, {made['response_tokens']} response tokens"
         following = f"{shlex.join(train)} --draft DRAFT --out OUT"
@@ -144,7 +144,7 @@ def _draft(directory: Path) -> Held | None:
         target = str(made.get("target") or "TARGET")
         out = made.get("config", {}).get("out", str(directory))
         words = ["draftsmith", "eval", "--draft", str(directory)]
-        words += ["--target", place_now(target, out, str(directory))]
+        words += ["--target", path_now(target, out, str(directory))]
         holds = f"a draft ({made['kind'].removeprefix('draft-')})"
         following = f"{shlex.join(words)} --id PROMPTS --out OUT"
         return Held(
@@ -219,7 +219,7 @@ def _identity(directory: Path, name: str) -> JsonObject:
     def now(value: object) -> object:
         if isinstance(value, list):
             return [now(each) for each in value]
-        return place_now(value, began_in, str(directory)) if isinstance(value, str) else value
+        return path_now(value, began_in, str(directory)) if isinstance(value, str) else value
 
     places = {key: now(value) for key, value in record["places"].items()}
     config: JsonObject = record["identity"]["config"] | places | {"out": str(directory)}

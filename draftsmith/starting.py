@@ -42,9 +42,9 @@ from draftsmith.drafts.load import LoadedModels, load_models
 from draftsmith.drafts.make.prune import prune
 from draftsmith.drafts.make.size import too_costly
 from draftsmith.drafts.make.transplant import transplant
-from draftsmith.eval import measuring
+from draftsmith.eval import decoding
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.estimate import alpha_sums
+from draftsmith.eval.reading import alpha_sums
 from draftsmith.train.data import load_examples
 
 _BATCH = 8
@@ -196,7 +196,7 @@ def _answers(config: InitConfig, pair: LoadedModels) -> list[Continuation]:
         limit=config.max_prompts,
     )
     read.say_skipped()
-    return measuring.answers(
+    return decoding.answers(
         pair.target,
         read.prompts,
         _DRAWN,

@@ -78,8 +78,7 @@ class Positions:
         rows = np.repeat(np.arange(len(self.texts)), self.lengths)
         sums = np.zeros((len(self.texts), *values.shape[1:]))
         np.add.at(sums, rows[chosen], values.cpu().numpy())
-        as_lists: list[Any] = sums.tolist()
-        return as_lists
+        return list(sums.tolist())
 
 
 @torch.inference_mode()
@@ -195,16 +194,15 @@ def rank_chances(
 def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
     tiny = torch.finfo(p_NV.dtype).tiny
     own_N1 = p_NV.gather(1, x_N1).clamp(min=tiny)
-    if rule == "exact":
-        laws = [q_NV] + [refusal.q_NV for refusal in refusals(p_NV, q_NV, u_NK)]
-        return torch.cat([q.gather(1, x_N1) for q in laws], dim=1)
     refused_N1 = torch.ones_like(own_N1)
-    both_N1 = torch.minimum(p_NV.gather(1, x_N1), q_NV.gather(1, x_N1))
-    chances = [both_N1 / own_N1]
-    for refusal in refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer"):
+    chances = []
+    first = Refusal(torch.zeros_like(own_N1), p_NV, q_NV)
+    later = refusals(p_NV, q_NV, u_NK, replace=rule == "specinfer")
+    for refusal in chain([first], later):
+        q_x_N1 = refusal.q_NV.gather(1, x_N1)
         refused_N1 = refused_N1 * (1 - refusal.accepted_N1)
-        both_N1 = torch.minimum(refusal.p_NV.gather(1, x_N1), refusal.q_NV.gather(1, x_N1))
-        chances.append(both_N1 * refused_N1 / own_N1)
+        both_N1 = torch.minimum(refusal.p_NV.gather(1, x_N1), q_x_N1)
+        chances.append(q_x_N1 if rule == "exact" else both_N1 * refused_N1 / own_N1)
     return torch.cat(chances, dim=1)
 
 

@@ -11,7 +11,7 @@ per prompt and divided last (law 3).
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -230,7 +230,7 @@ def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | No
     return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
 
 
-def signs(figures: Sequence[Mapping[str, Any] | None], *, ratios: bool = False) -> list[int | None]:
+def signs(figures: Sequence[Estimate | Row | None], *, ratios: bool = False) -> list[int | None]:
     """Return the sign of each estimate of one family: 1 or -1 at 95 %, 0 if undecided, None without
     an interval.
 
@@ -261,10 +261,10 @@ class _Test(NamedTuple):
     side: int
 
 
-def _test_of(figure: Mapping[str, Any] | None, *, ratios: bool) -> _Test | None:
+def _test_of(figure: Estimate | Row | None, *, ratios: bool) -> _Test | None:
     if figure is None:
         return None
-    ends = [figure["value"], figure["low"], figure["high"]]
+    ends: list[Any] = [figure["value"], figure["low"], figure["high"]]
     if None in ends or (ratios and min(ends) <= 0):
         return None
     value, low, high = map(math.log, ends) if ratios else ends

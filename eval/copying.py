@@ -30,6 +30,9 @@ from draftsmith.eval.draft_sources import is_copying, is_joined
 from draftsmith.eval.predict import Floats, Traces
 from draftsmith.eval.schema import JOINED
 
+# Stands beyond the end of a text; -1 where nothing was copied.
+OUTSIDE = -2
+
 
 @dataclass(frozen=True, eq=False)
 class CopyingDraft:
@@ -93,7 +96,7 @@ def proposer_of(draft: AnyDraft) -> Proposer:
     if isinstance(draft, CopyingDraft):
         return PROPOSERS[draft.kind].make(draft.index)
     if isinstance(draft, JoinedDraft):
-        proposer = PROPOSERS[kind_of(draft.model)].make(draft.model)
+        proposer = proposer_of(draft.model)
         assert isinstance(proposer, NetworkProposer)
         return LookupFirst(proposer)
     return PROPOSERS[kind_of(draft)].make(draft)
@@ -146,36 +149,34 @@ def copied_tokens(
 def copied_traces(
     texts: Sequence[Continuation],
     p_NV: Tensor,
-    row_N: Tensor,
-    place_N: Tensor,
     depths: int,
     rules: Sequence[str],
     copier: TextProposer,
 ) -> Traces:
     """Return the traces of what copies, on texts whose target distributions are `p_NV`.
 
-    row, place: text and token of each position. rules: those of `ranks_needed`; on a chain each
-    accepts the one candidate alike.
+    p: at every position of the texts, one after another. rules: those of `ranks_needed`; on a
+    chain each accepts the one candidate alike.
     """
     tokens_DPL = copied_tokens(texts, depths, copier)
     lengths_P = np.array([len(text.output_ids) for text in texts])
-    x_PL = np.full(tokens_DPL.shape[1:], -2)
+    x_PL = np.full(tokens_DPL.shape[1:], OUTSIDE)
     for i, text in enumerate(texts):
         x_PL[i, : len(text.output_ids)] = text.output_ids
     same_DPL = (tokens_DPL == x_PL).astype(np.float64)
     offers_DPL = (tokens_DPL >= 0).astype(np.float64)
-    rows = row_N.tolist()
-    places = place_N.tolist()
-    y_N1 = torch.tensor(tokens_DPL[0, rows, places], device=p_NV.device).unsqueeze(1)
+    inside_PL = x_PL != OUTSIDE
+    y_N = torch.tensor(tokens_DPL[0, inside_PL], device=p_NV.device)
+    y_N1 = y_N.unsqueeze(1)
     p_y_N1 = p_NV.gather(1, y_N1.clamp(min=0)) * (y_N1 >= 0)
     alpha_1PL = np.zeros((1, *x_PL.shape))
-    alpha_1PL[0, rows, places] = p_y_N1[:, 0].double().cpu().numpy()
+    alpha_1PL[0, inside_PL] = p_y_N1[:, 0].double().cpu()
     values: dict[str, Floats] = dict.fromkeys(("alpha", "greedy", "match"), alpha_1PL)
     values |= {"missing": np.zeros_like(alpha_1PL), "offers": offers_DPL}
     values |= {"copied": offers_DPL, "copied_alpha": alpha_1PL}
-    # No rank has the place of a token that was not copied.
-    place_DPL = np.where(same_DPL == 1, 1, np.inf)
-    values |= {"ratio": same_DPL, "place": place_DPL, "belief": same_DPL}
+    # No rank has the order of a token that was not copied.
+    order_DPL = np.where(same_DPL == 1, 1, np.inf)
+    values |= {"ratio": same_DPL, "order": order_DPL, "belief": same_DPL}
     values |= {rule: same_DPL[..., None] for rule in rules}
     return Traces(lengths_P, False, values)
 

@@ -12,7 +12,7 @@ is chosen and judged on the same prompts, so expect a little less on others.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 from statistics import geometric_mean
 from typing import Literal
 
@@ -37,19 +37,16 @@ class Setting:
     tree: str
     verifier: str
 
-
-@dataclass(frozen=True)
-class Clocked:
-    """A setting and its speedup in a cell."""
-
-    setting: Setting
-    speedup: Row
+    @classmethod
+    def of(cls, row: Row) -> "Setting":
+        """The setting that a speedup is of."""
+        return cls(row["draft"], row["tree"] or "", row["verifier"] or "")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One set at one temperature: the chosen setting's speedup there, the fastest setting there,
-    and the other drafts that are slower than the target alone there, with their fastest settings.
+    """One set at one temperature: the chosen setting's speedup there, the fastest setting's, and
+    the fastest ones of the other drafts that are slower than the target alone there.
 
     `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, as on a busy
     machine, None without an interval. `slower` goes by each draft's interval alone.
@@ -59,8 +56,8 @@ class Cell:
     temperature: float
     speedup: Row
     sign: int | None
-    fastest: Clocked
-    slower: list[Clocked]
+    fastest: Row
+    slower: list[Row]
     busy: bool
 
 
@@ -86,6 +83,11 @@ class Decision:
         return [cell for cell in self.cells if cell.sign == 1]
 
     @property
+    def busy(self) -> list[Cell]:
+        """The cells that were timed on a busy machine."""
+        return [cell for cell in self.cells if cell.busy]
+
+    @property
     def temperature(self) -> float | None:
         """The highest temperature at which the setting pays; None if it pays nowhere."""
         return max((cell.temperature for cell in self.paying), default=None)
@@ -97,6 +99,30 @@ class Decision:
         """
         undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]
         return [cell for cell in undecided if cell.busy or (cell.speedup["high"] or math.inf) > 1]
+
+    def where(self, fits: Sequence[Cell]) -> str:
+        """The sets of some cells, with their temperatures unless these are all."""
+        names_at: dict[tuple[float, ...], list[str]] = {}
+        for name in dict.fromkeys(cell.domain for cell in self.cells):
+            fit = tuple(cell.temperature for cell in fits if cell.domain == name)
+            if fit:
+                names_at.setdefault(fit, []).append(name)
+        every = tuple(dict.fromkeys(cell.temperature for cell in self.cells))
+        parts = []
+        for temperatures, names in names_at.items():
+            text = listed(names)
+            if temperatures != every:
+                text += f" at T = {listed([f'{each:g}' for each in temperatures])}"
+            elif len(names_at) > 1:
+                text += " at every temperature"
+            parts.append(text)
+        return listed(parts)
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with commas and "and" between them."""
+    *first, last = words or [""]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 @dataclass(frozen=True)
@@ -122,22 +148,22 @@ def decide(results: ResultsTable) -> Decision:
     cell.
     """
     speedups: dict[Setting, list[Row]] = {}
-    for row in results.rows("speedup"):
-        if row["domain"] in results.domains() and results.lossless(row["verifier"]):
-            setting = Setting(row["draft"], row["tree"] or "", row["verifier"] or "")
-            speedups.setdefault(setting, []).append(row)
+    for row in results.by_set("speedup"):
+        if results.lossless(row["verifier"]):
+            speedups.setdefault(Setting.of(row), []).append(row)
     if not speedups:
         return Decision("not_timed", None, [], None)
-    judged: list[Row | None] = []
-    for row in chain.from_iterable(speedups.values()):
-        judged.append(None if results.busy(row["domain"], row["temperature"]) else row)
+
+    def busy(row: Row) -> bool:
+        return results.busy(row["domain"], row["temperature"])
+
+    judged = [None if busy(row) else row for row in chain.from_iterable(speedups.values())]
+    found = iter(signs(judged, ratios=True))
     timed = []
-    in_order = zip(judged, signs(judged, ratios=True), strict=True)
     for setting, rows in speedups.items():
         of_setting: list[int | None] = []
-        for row, (quiet, sign) in zip(rows, islice(in_order, len(rows)), strict=True):
-            busy = quiet is None and row["low"] is not None
-            of_setting.append(0 if busy else sign)
+        for row, sign in zip(rows, found, strict=False):
+            of_setting.append(0 if busy(row) and row["low"] is not None else sign)
         timed.append(_Timed(setting, rows, of_setting))
     chosen = _prefer_measured_gains(results, timed)
     cells = []
@@ -149,11 +175,11 @@ def decide(results: ResultsTable) -> Decision:
             sign=chosen.signs[index],
             fastest=_fastest(timed, index),
             slower=_slower(timed, index, chosen.setting.draft),
-            busy=results.busy(row["domain"], row["temperature"]),
+            busy=busy(row),
         )
         cells.append(cell)
     over_base = None
-    if chosen.setting.draft != results.base and not any(cell.busy for cell in cells):
+    if chosen.setting.draft != results.base and not any(map(busy, chosen.speedups)):
         of_base = (other for other in timed if other.setting.draft == results.base)
         base = max(of_base, key=lambda other: other.merit)
         over_base = _quotient(results, chosen.speedups, base.speedups)
@@ -163,17 +189,15 @@ def decide(results: ResultsTable) -> Decision:
     return replace(decision, verdict=_verdict(results, decision))
 
 
-def _fastest(timed: Sequence[_Timed], index: int) -> Clocked:
-    best = max(timed, key=lambda other: other.speedups[index]["value"] or 0.0)
-    return Clocked(best.setting, best.speedups[index])
+def _fastest(timed: Sequence[_Timed], index: int) -> Row:
+    return max((one.speedups[index] for one in timed), key=lambda row: row["value"] or 0.0)
 
 
-def _slower(timed: Sequence[_Timed], index: int, chosen: str) -> list[Clocked]:
+def _slower(timed: Sequence[_Timed], index: int, chosen: str) -> list[Row]:
     found = []
     for draft in dict.fromkeys(other.setting.draft for other in timed):
         best = _fastest([other for other in timed if other.setting.draft == draft], index)
-        high = best.speedup["high"]
-        if draft != chosen and high is not None and high < 1:
+        if draft != chosen and best["high"] is not None and best["high"] < 1:
             found.append(best)
     return found
 
@@ -214,7 +238,7 @@ def _same_cost(results: ResultsTable, one: _Timed, other: _Timed) -> bool:
         return True
     if any(results.copies_first(draft) for draft in drafts):
         return False
-    models = [results.document["models"][draft] for draft in drafts]
+    models = [results.models[draft] for draft in drafts]
     return len({(row["kind"], row["model_type"], row["memory_bytes"]) for row in models}) == 1
 
 
@@ -237,7 +261,7 @@ def _verdict(results: ResultsTable, decision: Decision) -> Verdict:
     if chosen_signs == {None}:
         return "too_few"
     if chosen_signs == {-1}:
-        promising = any((cell.fastest.speedup["value"] or 0.0) > 1 for cell in cells)
+        promising = any((cell.fastest["value"] or 0.0) > 1 for cell in cells)
         return "not_shown" if promising else "none_beats_none"
     return "busy" if any(cell.busy for cell in decision.unclear) else "not_shown"
 
@@ -251,11 +275,7 @@ def _all_rejected(results: ResultsTable) -> bool:
 
 def lossless_taus(results: ResultsTable) -> list[Row]:
     """Tokens per target call of every lossless setting on every set."""
-    return [
-        row
-        for row in results.rows("tau")
-        if row["domain"] in results.domains() and results.lossless(row["verifier"])
-    ]
+    return [row for row in results.by_set("tau") if results.lossless(row["verifier"])]
 
 
 def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) -> Estimate:

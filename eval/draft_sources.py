@@ -21,15 +21,11 @@ WEIGHTLESS = {
 _ALIKE = 0.8
 
 
-def _is_directory(source: str) -> bool:
-    return Path(source).is_dir()
-
-
 def is_copying(source: str) -> bool:
     """Whether the source of a draft names a method without weights."""
     kind, _, file = source.partition(":")
     named = kind in WEIGHTLESS and bool(file) == (kind == "retrieval")
-    return named and not _is_directory(source)
+    return named and not Path(source).is_dir()
 
 
 def is_lookahead(source: str) -> bool:
@@ -60,7 +56,7 @@ def check_sources(sources: Iterable[str]) -> None:
 
 def is_joined(source: str) -> bool:
     """Whether the source is `prompt_lookup+MODEL`: lookup, and a draft where it finds nothing."""
-    return source.startswith(JOINED) and source != JOINED and not _is_directory(source)
+    return source.startswith(JOINED) and source != JOINED and not Path(source).is_dir()
 
 
 def copies_first(source: str) -> bool:

@@ -3,11 +3,11 @@
 import atexit
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -31,18 +31,19 @@ from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks, rows
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import AnyDraft, loaded_drafts
+from draftsmith.eval.decoding import decoder_of
 from draftsmith.eval.diagnosis.rows import diagnosis_rows
 from draftsmith.eval.draft_sources import models_of
-from draftsmith.eval.evaluation import Evaluation
-from draftsmith.eval.facts import clock, draft_row, model_row
-from draftsmith.eval.measuring import decoder_of
+from draftsmith.eval.facts import clock, model_rows
+from draftsmith.eval.loading import load
+from draftsmith.eval.measuring import Evaluation
 from draftsmith.eval.moved import found_again
 from draftsmith.eval.remarks import announce
 from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Remark, ResultsDocument
-from draftsmith.eval.suites import Suite, load, prompt_groups
+from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.tracking import track
 
 
@@ -68,30 +69,27 @@ def evaluate_request(request: EvalRequest) -> Results:
     out = Path(given.out)
     with Run(out) as run:
         run.begin()
-        on_main(lambda: _refuse_others(out))
-        _say_replaced(out, list(request.drafts))
+        on_main(lambda: _check_before(out, request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
         reset_peak_memory(resolve_device(given.device))
-        suites, pair, drafts = _load(request)
-        notes = announce(
-            remarks.of_prompts(suites) + remarks.of_training(models_of(request.drafts), suites),
-            strict=given.strict,
-        )
+        sources = models_of(request.drafts)
+        suites, pair = load(given, sources, request.id_sets, request.ood_sets)
+        drafts = _drafts(request, suites, pair)
+        seen = [*remarks.of_prompts(suites), *remarks.of_training(sources, suites)]
+        notes = announce(seen, strict=given.strict)
         # Sampling options that are left out come from the target's generation_config.json.
         hottest = sampling_options(given) | {"temperature": max(given.temperature)}
         found = resolve_sampling(given.target, pair.target, hottest)
         if found.note:
             say(f"eval: {found.note}")
         request = request.resolved(found.sampling, date_of(pair.tokenizer))
-        models = {"target": model_row(given.target, pair.target)}
-        for name, draft in drafts.items():
-            models[name] = draft_row(request.drafts[name], draft, models["target"])
+        models = model_rows(given.target, pair.target, request.drafts, drafts)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
-        sources = models_of(request.drafts)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
-        notes += announce(remarks.of_target(given.target, pair.target), strict=False)
-        notes += announce(remarks.of_groups(prompt_groups(suites)), strict=False)
+        of_target = remarks.of_target(given.target, pair.target)
+        few = remarks.of_groups(prompt_groups(suites))
+        notes += announce([*of_target, *few], strict=False)
         work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1
@@ -114,19 +112,15 @@ def evaluate_request(request: EvalRequest) -> Results:
     return results
 
 
-def _refuse_others(out: Path) -> None:
-    """Raise InputError if results in `out` are of another program."""
+def _check_before(out: Path, drafts: Collection[str]) -> None:
+    """Raise InputError if results in `out` are of another program; say whether those that this
+    evaluation replaces hold drafts that it lacks.
+    """
     file = out / "results.json"
     before = read_json(file, "results") if file.is_file() else {}
     if "schema_version" not in before:
         refuse_foreign(out, ("results.json", "report.html", "plots/*"))
-
-
-def _say_replaced(out: Path, drafts: Sequence[str]) -> None:
-    """Say whether the results that this evaluation replaces hold drafts that it lacks."""
-    file = out / "results.json"
-    before = read_json(file, "results").get("drafts", []) if file.is_file() else []
-    if lost := [name for name in before if name not in drafts]:
+    if lost := [name for name in before.get("drafts", []) if name not in drafts]:
         say(
             f"eval: {out} holds results of {', '.join(lost)} too; they will be replaced, their "
             "measurements kept"
@@ -184,24 +178,10 @@ def without_timings(directory: str | Path) -> EvalConfig:
     return EvalConfig(**options)
 
 
-class _Loaded(NamedTuple):
-    """Prompt sets, the models, and all drafts in the order given."""
-
-    suites: list[Suite]
-    pair: LoadedModels
-    drafts: dict[str, AnyDraft]
-
-
-def _load(request: EvalRequest) -> _Loaded:
-    config = request.config
-    suites, pair = load(
-        config,
-        models_of(request.drafts),
-        request.id_sets,
-        request.ood_sets,
-        quantize_draft=config.quantize_draft,
-        heterogeneous_vocab=config.heterogeneous_vocab,
-    )
+def _drafts(
+    request: EvalRequest, suites: Sequence[Suite], pair: LoadedModels
+) -> dict[str, AnyDraft]:
+    """All drafts in the order given, each checked with its methods."""
     prompts = []
     for suite in suites:
         prompts += [prompt.ids for prompt in suite.prompts]
@@ -215,6 +195,7 @@ def _load(request: EvalRequest) -> _Loaded:
         if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
             covered = words.coverage(prompts)
             say(f"eval: draft {name} has another tokenizer: of the prompts {covered}")
+    most = request.config.max_prompts
     if cut := [suite.name for suite in suites if suite.more]:
-        say(f"eval: {', '.join(cut)}: using the first {config.max_prompts} rows (--max_prompts)")
-    return _Loaded(suites, pair, drafts)
+        say(f"eval: {', '.join(cut)}: using the first {most} rows (--max_prompts)")
+    return drafts

@@ -1,10 +1,10 @@
 """The facts of the models, the machine and the run."""
 
-import json
 import os
 import platform
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.record import read_record
+from draftsmith.core.record import heldout_curve, read_record
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
 from draftsmith.eval.schema import JOINED, ModelRow, Training
@@ -29,7 +29,7 @@ from draftsmith.eval.schema import JOINED, ModelRow, Training
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 
 
-def model_row(name: str, model: Draft) -> ModelRow:
+def _model_row(name: str, model: Draft) -> ModelRow:
     """The facts of a loaded model; `name` is its directory or hub name."""
     weight = next(model.parameters())
     if isinstance(model, PreTrainedModel):
@@ -57,13 +57,23 @@ def model_row(name: str, model: Draft) -> ModelRow:
     )
 
 
-def draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
+def model_rows(
+    name: str, target: PreTrainedModel, sources: Mapping[str, str], drafts: Mapping[str, AnyDraft]
+) -> dict[str, ModelRow]:
+    """The facts of the target of this name and of every draft."""
+    rows = {"target": _model_row(name, target)}
+    for each, draft in drafts.items():
+        rows[each] = _draft_row(sources[each], draft, rows["target"])
+    return rows
+
+
+def _draft_row(source: str, draft: AnyDraft, target: ModelRow) -> ModelRow:
     """The facts of a draft: of a joined one, those of its model, as `JOINED` with its kind."""
     if isinstance(draft, CopyingDraft):
         return _copying_row(source, draft, target)
     if not isinstance(draft, JoinedDraft):
-        return model_row(source, draft)
-    row = model_row(source.removeprefix(JOINED), draft.model)
+        return _model_row(source, draft)
+    row = _model_row(source.removeprefix(JOINED), draft.model)
     row["kind"] = JOINED + row["kind"]
     row["fingerprint"] = JOINED + row["fingerprint"]
     # Its model is a draft by itself, and curves are about that.
@@ -111,17 +121,6 @@ def _training(checkpoint: Path) -> Training | None:
         )
     except KeyError:
         return None
-
-
-def heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
-    """Steps and held-out alphas of the training, from the metrics beside the weights."""
-    metrics = checkpoint / "run" / "metrics.jsonl"
-    curve = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
-        figures = json.loads(line)
-        if "heldout_alpha" in figures:
-            curve.append((figures["step"], figures["heldout_alpha"]))
-    return curve
 
 
 def identity(model: ModelRow) -> list[str]:

@@ -1,288 +1,225 @@
-"""Decode prompt sets for real: the target alone, then every draft against it, counted and timed.
+"""The measurements of an evaluation, each kept as a file of OUT/cells."""
 
-Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order
-of the prompts.
-"""
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal, TypeVar
 
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any, TypedDict
-
-import torch
-from transformers import PreTrainedModel
-
-from draftsmith.core.models import (
-    eos_ids,
-)
-from draftsmith.core.progress import Tick, no_tick
-from draftsmith.core.prompts import Prompt
-from draftsmith.core.ranks import divided
-from draftsmith.core.sampling import Sampling, generator, row_seed
-from draftsmith.decode import (
-    BatchOutput,
-    Generation,
-    SpeculativeDecoder,
-    Tree,
-    takes_trees,
-)
+from draftsmith.core.io import hash_json
+from draftsmith.core.models import eos_ids
+from draftsmith.core.progress import Advance, Tick, no_tick, progress
+from draftsmith.core.ranks import from_main
+from draftsmith.core.runs import Run
+from draftsmith.core.settings import Sampling
+from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
-from draftsmith.eval.method import Method
+from draftsmith.eval.copying import AnyDraft
+from draftsmith.eval.decoding import SpeedMeasurement, Task, continuations
+from draftsmith.eval.diagnosis.root_step import RootStep
+from draftsmith.eval.facts import identity, machine
+from draftsmith.eval.predict import predicted_methods
+from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
+from draftsmith.eval.request import EvalRequest
+from draftsmith.eval.rows import Measured
+from draftsmith.eval.schema import ModelRow
+from draftsmith.eval.suites import Suite
 
-WARM_UP_TOKENS = 8
-# Trees of one level separate the cost of drafting from that of verifying.
-# Number of prompts that such trees are timed on.
-COST_PROMPTS = 2
-# Most nodes of such a tree.
-MOST_NODES = 64
-# Counts of `decode.stats` that are kept per prompt.
-COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
-COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
-# Of a joined draft: calls in which lookup copied, tokens accepted from lookup and from the model.
-BY_SOURCE = ("copied_calls", "copied_accepted", "drafted_accepted")
+# Part of the name of every cell: raise it when a code change makes the same request measure
+# something else.
+MEASUREMENT_VERSION = 9
+Measurement = TypeVar("Measurement")
+Decides = dict[str, object]
 
 
-class BaselineMeasurement(TypedDict):
-    """The target's own continuations, shared by all drafts so that everything is paired by
-    prompt.
+@dataclass
+class Evaluation:
+    """What all measurements of an evaluation share, and the number of cells `reused` and
+    `measured`.
+
+    A cell is a finished measurement: a JSON file named by the hash of everything that decides its
+    outcome. Cells of other configurations stay, and are reused when that configuration comes back.
     """
 
-    output_ids: list[list[int]]
-    finish_reason: list[str]
+    request: EvalRequest
+    suites: list[Suite]
+    pair: LoadedModels
+    drafts: dict[str, AnyDraft]
+    models: dict[str, ModelRow]
+    run: Run
+    advance: Advance = no_tick
+    reused: int = 0
+    measured: int = 0
 
+    def kept(self, decides: Decides) -> bool:
+        """Whether a cell is finished."""
+        return from_main(lambda: self.run.finished(_cell_name(decides)))
 
-class Identity(TypedDict):
-    """How many greedy outputs equal the target's own."""
+    def cell(
+        self,
+        decides: Decides,
+        make: Callable[[Tick], Measurement],
+        note: str = "",
+        units: int = 0,
+        who: Literal["main", "all"] = "all",
+    ) -> Measurement:
+        """Return the stored outcome, or store and return that of `make(tick)`.
 
-    same: int
-    of: int
-    # Of the outputs that differ: largest gap between the target's logits of the two first tokens
-    # that differ.
-    largest_gap: float | None
+        decides: everything that decides the outcome. units: of progress, under `note`. who: as in
+        `Run.step`.
+        """
 
+        def tick(count: int) -> None:
+            self.advance(count, note)
 
-class SpeedRun(TypedDict):
-    """Counts and seconds per prompt of one method. `draft` is None for the target alone."""
+        if self.kept(decides):
+            self.reused += 1
+            tick(units)
+        else:
+            self.measured += 1
+        outcome: Measurement = self.run.step(_cell_name(decides), lambda: make(tick), who=who)
+        return outcome
 
-    draft: str | None
-    tree: str | None
-    verifier: str | None
-    emitted: list[int]
-    target_calls: list[int]
-    depth_sum: list[int]
-    prefill_s: list[float]
-    decode_s: list[float]
+    def measure(self) -> Measured:
+        """Measure everything that the request asks for. The clock comes last, when everything is
+        warm.
+        """
+        request = self.request
+        timed = request.config.speed_prompts if request.asked else 0
+        runs = request.runs
+        total = 0
+        for suite in self.suites:
+            prompts = len(suite.prompts)
+            counted = prompts * (1 + len(request.drafts) + runs)
+            clocked = min(timed, prompts) * (1 + runs)
+            total += (counted + clocked) * len(request.samplings)
+        measured = Measured({}, {}, {}, {})
+        with progress("eval", total) as self.advance:
+            for suite in self.suites:
+                for sampling in request.samplings:
+                    self._count(suite, sampling, measured)
+            for suite in self.suites if timed else ():
+                for sampling in request.samplings:
+                    at = (suite.name, sampling.temperature)
+                    measured.speeds[at] = self._time(suite, sampling)
+        return measured
 
+    def _decides(self, what: str, suite: Suite, sampling: Sampling) -> Decides:
+        return {
+            "what": what,
+            "suite": suite.digest,
+            "sampling": asdict(sampling),
+            "eos": list(eos_ids(self.pair.target)),
+            "target": identity(self.models["target"]),
+            "max_new_tokens": self.request.config.max_new_tokens,
+            "seed": self.request.config.seed,
+        }
 
-class SpeedMeasurement(TypedDict):
-    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
-    and after.
-
-    `one_level`: runs of the first prompts with a tree of one level and as many nodes; each has the
-    draft, tree and verifier of the run that it belongs to.
-    """
-
-    prompt_ids: list[str]
-    runs: list[SpeedRun]
-    one_level: list[SpeedRun]
-    load: list[float]
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A decoder that is timed. `one_level`: its tree stands for the method's nodes as one level."""
-
-    decoder: SpeculativeDecoder
-    draft: str | None = None
-    method: Method | None = None
-    one_level: bool = False
-    outputs: list[BatchOutput] = field(default_factory=list)
-
-    def run(self) -> SpeedRun:
-        """Return counts and seconds of the outputs."""
-        rows = [output.generations[0] for output in self.outputs]
-        return SpeedRun(
-            draft=self.draft,
-            tree=self.method.tree if self.method else None,
-            verifier=self.method.verifier if self.method else None,
-            emitted=[len(row.output_ids) for row in rows],
-            target_calls=[row.stats.target_calls for row in rows],
-            depth_sum=[row.stats.depth_sum for row in rows],
-            prefill_s=[output.prefill_s for output in self.outputs],
-            decode_s=[output.decode_s for output in self.outputs],
+    def _task(self, suite: Suite, sampling: Sampling, batch_size: int, prompts: int | None) -> Task:
+        config = self.request.config
+        return Task(
+            target=self.pair.target,
+            prompts=suite.prompts[:prompts],
+            sampling=sampling,
+            eos=eos_ids(self.pair.target),
+            max_new_tokens=config.max_new_tokens,
+            seed=config.seed,
+            batch_size=batch_size,
         )
 
-
-def decoder_of(target: PreTrainedModel, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
-    """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    return SpeculativeDecoder(target, proposer_of(draft), method.shape, method.verifier)
-
-
-@dataclass(frozen=True, eq=False)
-class Task:
-    """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished
-    prompts.
-    """
-
-    target: PreTrainedModel
-    prompts: Sequence[Prompt]
-    sampling: Sampling
-    eos: Sequence[int]
-    max_new_tokens: int
-    seed: int
-    batch_size: int = 1
-
-    def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
-        """Continue every prompt with the target alone."""
-        rows = self._decode(SpeculativeDecoder(self.target), None, tick)
-        return BaselineMeasurement(
-            output_ids=[row.output_ids for row in rows],
-            finish_reason=[row.finish_reason for row in rows],
-        )
-
-    def decoding(
-        self,
-        draft: AnyDraft,
-        method: Method,
-        expected: BaselineMeasurement,
-        tick: Tick = no_tick,
-    ) -> dict[str, Any]:
-        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt, and
-        `BY_SOURCE` of a joined draft.
-
-        `identical` compares greedy outputs with the target's own (`_identical`); None above
-        temperature 0.
-        """
-        rows = self._decode(decoder_of(self.target, draft, method), method, tick)
-        counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
-        counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
-        if isinstance(draft, JoinedDraft):
-            counts["copied_calls"] = [row.stats.copied_calls for row in rows]
-            counts["copied_accepted"] = [row.stats.copied_accepted for row in rows]
-            pairs = zip(counts["accepted"], counts["copied_accepted"], strict=True)
-            counts["drafted_accepted"] = [accepted - copied for accepted, copied in pairs]
-        outputs = [row.output_ids for row in rows]
-        greedy = self.sampling.greedy
-        counts["identical"] = self._identical(outputs, expected) if greedy else None
-        return counts
-
-    def speed(
-        self,
-        drafts: Mapping[str, AnyDraft],
-        methods: Mapping[str, Sequence[Method]],
-        costs_of: Method | None = None,
-        tick: Tick = no_tick,
-    ) -> SpeedMeasurement:
-        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
-        order. On the first prompts, also time every draft on one level of as many nodes as the
-        method `costs_of` has.
-
-        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
-        of warm caches. Each is warmed up once before the clock counts.
-        """
-        load = os.getloadavg()[0]
-        contenders = [Contender(SpeculativeDecoder(self.target))]
-        for name, draft in drafts.items():
-            for method in methods[name]:
-                decoder = decoder_of(self.target, draft, method)
-                contenders.append(Contender(decoder, name, method))
-            # A copied token costs no forward of a draft.
-            if costs_of is None or isinstance(draft, CopyingDraft | JoinedDraft):
-                continue
-            # A level of several nodes is a tree, which not every model can verify or draft.
-            if takes_trees(self.target, draft):
-                decoder = self._one_level(draft, costs_of)
-                contenders.append(Contender(decoder, name, costs_of, one_level=True))
-        for contender in contenders:
-            tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
-            self._generate(contender.decoder, self.prompts[:1], contender.method, tokens)
-        for index, prompt in enumerate(self.prompts):
-            turn = index % len(contenders)
-            for contender in contenders[turn:] + contenders[:turn]:
-                if contender.one_level and index >= COST_PROMPTS:
-                    continue
-                output = self._generate(
-                    contender.decoder, [prompt], contender.method, self.max_new_tokens
+    def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+        """Measure one suite at one temperature: the target's texts, acceptance, decoding."""
+        batch_size = self.request.config.batch_size
+        task = self._task(suite, sampling, batch_size, None)
+        temperature = sampling.temperature
+        where = f"{suite.name}, T={temperature:g}"
+        count = len(suite.prompts)
+        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
+        baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+        measured.baselines[suite.name, temperature] = baseline
+        texts = continuations(suite.prompts, baseline)
+        for name, alpha in self._alphas(sampling, texts, decides).items():
+            measured.alphas[suite.name, temperature, name] = alpha
+            self.advance(count, f"alpha: {where}")
+        for name, draft in self.drafts.items():
+            for method in self.request.methods[name]:
+                drafted = {"what": "decoding", "draft": identity(self.models[name])}
+                measured.decodings[suite.name, temperature, name, method] = self.cell(
+                    decides | drafted | method.facts,
+                    partial(task.decoding, draft, method, baseline),
+                    f"{name}, {method.tree}: {where}",
+                    count,
                 )
-                contender.outputs.append(output)
-                tick(0 if contender.one_level else 1)
-        return SpeedMeasurement(
-            prompt_ids=[prompt.id for prompt in self.prompts],
-            runs=[contender.run() for contender in contenders if not contender.one_level],
-            one_level=[contender.run() for contender in contenders if contender.one_level],
-            load=[load, os.getloadavg()[0]],
+
+    def _alphas(
+        self, sampling: Sampling, texts: Sequence[Continuation], decides: Decides
+    ) -> dict[str, AlphaMeasurement]:
+        """Acceptance and predictions of every draft. Drafts without a stored cell share one forward
+        of the target.
+        """
+        steps: dict[str, RootStep] = {}
+        for method in self.request.asked:
+            step = RootStep.of(method)
+            # At temperature 0 every lossless rule reaches the bound: the one token that the target
+            # can take.
+            if step is not None and not sampling.greedy:
+                steps[step.name] = step
+        methods = predicted_methods(self.request.asked, sampling.greedy)
+        decides = decides | {
+            "what": "alpha",
+            "roots": list(steps),
+            "predicted": [method.facts for method in methods],
+        }
+        drafts = self.drafts
+        cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
+        missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
+        measured: dict[str, AlphaMeasurement] = {}
+        if missing:
+            names = {"": f"the target {self.models['target']['name']}"}
+            for name in missing:
+                names[name] = f"draft {name} ({self.models[name]['name']})"
+            measured = measure_alphas(
+                self.pair.target,
+                missing,
+                texts,
+                sampling,
+                methods,
+                batch_size=self.request.config.batch_size,
+                roots=list(steps.values()),
+                diagnose=True,
+                seed=self.request.config.seed,
+                names=names,
+            )
+
+        def of(name: str) -> AlphaMeasurement:
+            return self.cell(cells[name], lambda _: measured[name])
+
+        return {name: of(name) for name in cells}
+
+    def _time(self, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
+        config = self.request.config
+        methods = self.request.asked
+        # Figures of speed lead with the highest temperature and the first lossless method.
+        costs_of = next((method for method in methods if method.lossless), None)
+        hottest = sampling.temperature == max(config.temperature)
+        if costs_of is not None and (costs_of.shape.depth == 1 or not hottest):
+            costs_of = None
+        decides = self._decides("speed", suite, sampling) | {
+            "prompts": config.speed_prompts,
+            "drafts": {name: identity(self.models[name]) for name in self.drafts},
+            "methods": [method.facts for method in methods],
+            "machine": machine(self.pair.target),
+            "costs_of": None if costs_of is None else costs_of.facts,
+        }
+        task = self._task(suite, sampling, 1, config.speed_prompts)
+        runs = 1 + self.request.runs
+        return self.cell(
+            decides,
+            partial(task.speed, self.drafts, self.request.methods, costs_of),
+            f"timing: {suite.name}, T={sampling.temperature:g}",
+            units=runs * len(task.prompts),
+            who="main",
         )
 
-    def _one_level(self, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
-        """Return a decoder of one level with as many nodes as a method has."""
-        nodes = min(method.shape.size, MOST_NODES)
-        # A verifier of chains takes one candidate a level, so the cheapest rule for several takes
-        # its place.
-        rule = "exact" if method.shape.size == method.shape.depth else method.verifier
-        return SpeculativeDecoder(self.target, proposer_of(draft), Tree((-1,) * nodes), rule)
 
-    def _decode(
-        self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick
-    ) -> list[Generation]:
-        """All prompts, batch by batch. Batches are the same however many processes divide them."""
-
-        def decode(index: int) -> list[Generation]:
-            rows = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
-            batch = self._generate(decoder, rows, method, self.max_new_tokens)
-            tick(len(rows))
-            return batch.generations
-
-        batches = -(-len(self.prompts) // self.batch_size)
-        return list(chain.from_iterable(divided(batches, decode)))
-
-    def _generate(
-        self,
-        decoder: SpeculativeDecoder,
-        rows: Sequence[Prompt],
-        method: Method | None,
-        tokens: int,
-    ) -> BatchOutput:
-        # All drafts share a random stream of a prompt, which makes their differences less noisy.
-        stream = str(self.sampling.temperature)
-        if method:
-            stream += f"/{method.tree}/{method.verifier}"
-        seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
-        return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
-
-    @torch.inference_mode()
-    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identity:
-        """Compare greedy outputs with the target's own."""
-        gaps = []
-        for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
-            if ours == theirs:
-                continue
-            # Outputs end at the same end tokens and length, so neither is the beginning of the
-            # other.
-            same = [a == b for a, b in zip(ours, theirs, strict=False)]
-            shared = same.index(False)
-            ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
-            logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
-            gap = logits_V[ours[shared]] - logits_V[theirs[shared]]
-            gaps.append(abs(float(gap)))
-        return Identity(
-            same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None)
-        )
-
-
-def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
-    """Prompts with what the target wrote, as `estimate.measure_alphas` takes them."""
-    outputs = baseline["output_ids"]
-    return [
-        Continuation(prompt.id, prompt.ids, output)
-        for prompt, output in zip(prompts, outputs, strict=True)
-    ]
-
-
-def answers(
-    target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
-) -> list[Continuation]:
-    """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
-    task = Task(target, prompts, sampling, eos_ids(target), **options)
-    return continuations(prompts, task.baseline())
+def _cell_name(decides: Decides) -> str:
+    return f"cells/{hash_json({'version': MEASUREMENT_VERSION, **decides})[:32]}.json"

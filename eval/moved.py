@@ -14,16 +14,13 @@ def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
     A path that lies to `directory` as it lay to OUT is taken; the others stay as they are.
     """
     out = options["out"]
-    found: dict[str, Any] = {
-        "out": directory,
-        "target": place_now(options["target"], out, directory),
-    }
+    found = options | {"out": directory, "target": path_now(options["target"], out, directory)}
     for key in ("draft", "id", "ood", "tree"):
-        found[key] = [place_now(value, out, directory) for value in options[key]]
-    return options | found
+        found[key] = [path_now(value, out, directory) for value in options[key]]
+    return found
 
 
-def place_now(value: str, out: str, directory: str) -> str:
+def path_now(value: str, out: str, directory: str) -> str:
     """Return a path of a run that was begun in `out` and is now in `directory`; `found_again` has
     the rule.
     """
@@ -32,5 +29,5 @@ def place_now(value: str, out: str, directory: str) -> str:
     path = value.removeprefix(name)
     if not path or os.path.isabs(path) != os.path.isabs(out):
         return value
-    place = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
-    return name + place if os.path.exists(place) else value
+    moved = os.path.normpath(os.path.join(directory, os.path.relpath(path, out)))
+    return name + moved if os.path.exists(moved) else value

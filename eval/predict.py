@@ -70,7 +70,7 @@ class Traces:
     Of the text's token x drafted at depth d. A language model drafts it alike at any depth, so
     there D = 1:
     * ratio: q(x) / p(x)
-    * place: 1 if the draft finds no token more probable
+    * order: 1 if the draft finds no token more probable, 2 if it finds one
     * belief: what a confidence stop reads
     * every rule of `ranks_needed`, `[D, P, L, K]`: the chance that x was accepted at each rank
     * offers, of a draft that may propose nothing: 1 if it proposed a token there
@@ -80,6 +80,12 @@ class Traces:
     lengths_P: NDArray[np.int64]
     any_depth: bool
     values: dict[str, Floats]
+
+    @classmethod
+    def of_nothing(cls, texts: int) -> "Traces":
+        """The traces of texts of which no position was read."""
+        keys = ("alpha", "greedy", "match", "missing")
+        return cls(np.zeros(texts, np.int64), True, dict.fromkeys(keys, np.zeros((1, texts, 0))))
 
     @classmethod
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
@@ -155,8 +161,8 @@ def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Fl
     candidates.
     """
     if sampling.greedy or verifier == "naive":
-        places_K11 = np.arange(1, 1 + width)[:, None, None]
-        same_DKPL = traces.values["place"][:, None] == places_K11
+        orders_K11 = np.arange(1, 1 + width)[:, None, None]
+        same_DKPL = traces.values["order"][:, None] == orders_K11
         return same_DKPL.astype(np.float64)
     if verifier in _DRAWN and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
@@ -228,10 +234,13 @@ def _calls(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> tuple[Float
     calls_PL = np.zeros((prompts, longest + len(ends) + 1))
     square_PL = np.zeros_like(calls_PL)
     for t in range(longest - 1, -1, -1):
-        later = sum(end[:, t] * calls_PL[:, t + j] for j, end in ends.items())
-        later_square = sum(end[:, t] * square_PL[:, t + j] for j, end in ends.items())
-        calls_PL[:, t] = inside_PL[:, t] * (1 + later)
-        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later + later_square)
+        later_P = np.zeros(prompts)
+        later_square_P = np.zeros(prompts)
+        for j, end in ends.items():
+            later_P += end[:, t] * calls_PL[:, t + j]
+            later_square_P += end[:, t] * square_PL[:, t + j]
+        calls_PL[:, t] = inside_PL[:, t] * (1 + later_P)
+        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later_P + later_square_P)
     return calls_PL, square_PL
 
 

@@ -6,7 +6,7 @@ at the end.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
 
@@ -33,23 +33,23 @@ FEW = 8
 SPREAD = 0.15
 
 
-def announce(remarks: Sequence[Remark], *, strict: bool) -> list[Remark]:
+def announce(remarks: Iterable[Remark], *, strict: bool) -> list[Remark]:
     """Print remarks to standard error and return them; with `strict`, raise InputError with the
     first.
     """
-    if strict and remarks:
-        more = f" (and {len(remarks) - 1} more)" if len(remarks) > 1 else ""
-        raise InputError(f"--strict: {remarks[0]['text']}{more}")
-    for remark in remarks:
+    found = list(remarks)
+    if strict and found:
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        raise InputError(f"--strict: {found[0]['text']}{more}")
+    for remark in found:
         say(f"remark: {remark['text']}")
-    return list(remarks)
+    return found
 
 
-def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
+def of_prompts(suites: Sequence[Suite]) -> Iterator[Remark]:
     """Find prompts that two sets share, and prompts of one that are near-duplicates of the
     other's.
     """
-    remarks = []
     for one, other in combinations(suites, 2):
         names = f"{_with_kind(one)} and {_with_kind(other)}"
         meaning = ""
@@ -59,32 +59,29 @@ def of_prompts(suites: Sequence[Suite]) -> list[Remark]:
         rest = [prompt for prompt in other.prompts if hashes.isdisjoint(prompt.hashes)]
         if same := len(other.prompts) - len(rest):
             text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
-            text += f" are in the first too{meaning}"
-            remarks.append(Remark(about="same_prompts", text=text))
+            yield Remark(about="same_prompts", text=f"{text} are in the first too{meaning}")
         if near := near_duplicates(one.prompts, rest):
             text = f"{names}: {counted(len(near), 'prompt')} of the second nearly repeat the first"
-            text += f", such as {near[0].id}"
-            remarks.append(Remark(about="near_duplicates", text=text + meaning))
-    return remarks
+            text += f", such as {near[0].id}{meaning}"
+            yield Remark(about="near_duplicates", text=text)
 
 
-def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> list[Remark]:
+def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> Iterator[Remark]:
     """Find sets, by the group of each prompt, whose prompts repeat, and those with so few groups
     that intervals are rough.
     """
-    remarks = []
+    few = []
     for name, numbers in groups.items():
         apart = len(set(numbers))
         if repeats := len(numbers) - apart:
             text = f"{name}: {repeats} of {counted(len(numbers), 'prompt')} repeat others, or "
             text += f"nearly; intervals and counts are of {apart}"
-            remarks.append(Remark(about="repeats", text=text))
-    few = {name: len(set(numbers)) for name, numbers in groups.items()}
-    sets = ", ".join(f"{name} {count}" for name, count in few.items() if count < FEW)
-    if sets:
-        text = f"few prompts ({sets}): intervals are rough, and one of width 0 is not certainty"
-        remarks.append(Remark(about="few_prompts", text=f"{text}; use 32 or more"))
-    return remarks
+            yield Remark(about="repeats", text=text)
+        if apart < FEW:
+            few.append(f"{name} {apart}")
+    if few:
+        text = f"few prompts ({', '.join(few)}): intervals are rough, and one of width 0 is not "
+        yield Remark(about="few_prompts", text=f"{text}certainty; use 32 or more")
 
 
 def _with_kind(suite: Suite) -> str:
@@ -98,9 +95,10 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
     sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
     near = []
     for prompt, (runs, shared) in zip(others, overlaps(known, others, SHINGLE), strict=True):
-        unions = {index: runs + sizes[index] - count for index, count in shared.items()}
-        if any(count / unions[index] >= SIMILAR for index, count in shared.items()):
-            near.append(prompt)
+        for index, count in shared.items():
+            if count / (runs + sizes[index] - count) >= SIMILAR:
+                near.append(prompt)
+                break
     return near
 
 
@@ -120,11 +118,10 @@ def overlaps(
         yield len(runs), Counter(chain.from_iterable(having))
 
 
-def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Remark]:
+def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> Iterator[Remark]:
     """Find prompts that a draft was trained on, by the hashes in its checkpoint; `drafts` maps
     names to directories.
     """
-    remarks = []
     for (name, source), suite in product(drafts.items(), suites):
         trained = read_prompt_hashes(Path(source))
         if trained is None:
@@ -134,8 +131,7 @@ def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> list[Rema
             where = f"{_with_kind(suite)}: draft {name}"
             text = f"{where} was trained on {seen} of its {counted(len(hashes_P2), 'prompt')}"
             text += "; its figures there are not about unseen prompts"
-            remarks.append(Remark(about="trained_on", text=text))
-    return remarks
+            yield Remark(about="trained_on", text=text)
 
 
 def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remark]:
@@ -144,11 +140,10 @@ def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remar
     return [Remark(about="other_target", text=line) for line in lines]
 
 
-def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None) -> list[Remark]:
+def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None) -> Iterator[Remark]:
     """Find drafts that are not smaller than the target, and heads that an option does not apply
     to.
     """
-    remarks = []
     size = read_of(models["target"])
     for name, row in models.items():
         if not row["parameters"]:
@@ -159,25 +154,22 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None = None)
                 f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not "
                 "apply to heads"
             )
-            remarks.append(Remark(about="options", text=text))
+            yield Remark(about="options", text=text)
         elif kind == "draft" and read_of(row) >= size and name != "target":
             sizes = f"reads {read_of(row):,} parameters per token, the target {size:,}"
             text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
-            remarks.append(Remark(about="large_draft", text=text))
-    return remarks
+            yield Remark(about="large_draft", text=text)
 
 
-def of_target(name: str, target: PreTrainedModel) -> list[Remark]:
+def of_target(name: str, target: PreTrainedModel) -> Iterator[Remark]:
     """Warn if the target was padded by `widen`, and if the native kernel is missing."""
-    remarks = []
     if small := getattr(target.config, "widened_from", None):
         padded = f"padded with zeros to {parameter_count(target):,}"
         text = f"target {name}: is a model of {small:,} parameters {padded}; it writes and accepts "
         text += "like the small model, and costs as much as a large one"
-        remarks.append(Remark(about="widened_target", text=text))
+        yield Remark(about="widened_target", text=text)
     if slower := missing_kernel(target.device):
-        remarks.append(Remark(about="missing_kernel", text=f"speeds are of {slower}"))
-    return remarks
+        yield Remark(about="missing_kernel", text=f"speeds are of {slower}")
 
 
 def conditions(

@@ -41,15 +41,10 @@ class EvalRequest:
     def samplings(self) -> list[Sampling]:
         """A sampling per temperature. Filters that are not set are off."""
         config = self.config
-        return [
-            Sampling(
-                temperature=temperature,
-                top_k=config.top_k or 0,
-                top_p=1.0 if config.top_p is None else config.top_p,
-                min_p=config.min_p or 0.0,
-            )
-            for temperature in dict.fromkeys(config.temperature)
-        ]
+        top_p = 1.0 if config.top_p is None else config.top_p
+        filters = Sampling(top_k=config.top_k or 0, top_p=top_p, min_p=config.min_p or 0.0)
+        temperatures = dict.fromkeys(config.temperature)
+        return [replace(filters, temperature=temperature) for temperature in temperatures]
 
     @property
     def runs(self) -> int:

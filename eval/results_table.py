@@ -6,12 +6,14 @@ from functools import cached_property
 from pathlib import Path
 
 from draftsmith.core.errors import InputError
+from draftsmith.decode.propose import CHAIN
 from draftsmith.eval.schema import (
     JOINED,
     KINDS,
     TARGET,
     Counts,
     How,
+    ModelRow,
     ResultsDocument,
     Row,
     RowKey,
@@ -42,19 +44,32 @@ class ResultsTable:
         return self.document["drafts"]
 
     @property
+    def models(self) -> dict[str, ModelRow]:
+        """The target and the drafts."""
+        return self.document["models"]
+
+    @property
     def aligned(self) -> list[str]:
         """Names of the drafts that are models and are compared with the base."""
         others = [draft for draft in self.drafts if draft != self.base]
         return [draft for draft in others if not self.copies_first(draft)]
 
     @property
-    def compared(self) -> bool:
-        """Whether other models are compared with the base."""
-        return bool(self.aligned)
+    def best_aligned(self) -> str:
+        """The aligned draft that gains most, ID and OOD together: a gain that is lost elsewhere is
+        no gain. Without one, the base.
+        """
+
+        def gains(draft: str) -> float:
+            rows = [self.gain(draft, kind) for kind in self.kinds]
+            values = [row["value"] if row else None for row in rows]
+            return sum(-1.0 if value is None else value for value in values)
+
+        return max(self.aligned, key=gains, default=self.base)
 
     def copies(self, draft: str) -> bool:
         """Whether a draft is a method without weights."""
-        return self.document["models"][draft]["parameters"] == 0
+        return self.models[draft]["parameters"] == 0
 
     def copies_first(self, draft: str) -> bool:
         """Whether a draft copies from the text, alone or before a model drafts."""
@@ -62,7 +77,12 @@ class ResultsTable:
 
     def joins(self, draft: str) -> bool:
         """Whether lookup comes before the model of a draft."""
-        return self.document["models"][draft]["kind"].startswith(JOINED)
+        return self.models[draft]["kind"].startswith(JOINED)
+
+    def heldout(self, draft: str) -> Sequence[tuple[int, float]]:
+        """Steps and held-out alphas of a draft's training; empty if they are not known."""
+        training = self.models[draft]["training"]
+        return training.get("heldout", []) if training else []
 
     @property
     def temperatures(self) -> list[float]:
@@ -114,9 +134,8 @@ class ResultsTable:
         the target alone.
         """
         methods = self.document["methods"]
-        return verifier is None or any(
-            method["lossless"] for method in methods if method["verifier"] == verifier
-        )
+        lossless = {method["verifier"] for method in methods if method["lossless"]}
+        return verifier is None or verifier in lossless
 
     def busy(self, domain: str, temperature: float) -> bool:
         """Whether the machine was too busy to rely on the timings of a set, or of a pool of sets,
@@ -126,11 +145,8 @@ class ResultsTable:
         for kind in self.kinds:
             if kind == domain:
                 sets += self.domains(kind)
-        return any(
-            row["busy"]
-            for row in self.document["conditions"]
-            if row["domain"] in sets and row["temperature"] == temperature
-        )
+        busy = [row for row in self.document["conditions"] if row["busy"]]
+        return any(row["domain"] in sets and row["temperature"] == temperature for row in busy)
 
     def figure(
         self,
@@ -233,6 +249,31 @@ class ResultsTable:
         """Tokens per second over the target's own at batch 1; None if nothing was timed."""
         return self.figure("speedup", draft, domain, temperature, tree, verifier)
 
+    def worst_set(self, draft: str, temperature: float) -> Row | None:
+        """The gain on the OOD set where a draft gains least; None for the base."""
+        gains = (self.gain(draft, domain, temperature) for domain in self.domains("ood"))
+        return min(filter(None, gains), key=lambda gain: gain["value"] or 0.0, default=None)
+
+    def best_tau(self, draft: str, domain: str, temperature: float) -> Row:
+        """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless
+        ones first.
+
+        If nothing was decoded, the tau that is predicted of chains.
+        """
+        if not self.methods:
+            spec = f"chain:{CHAIN}"
+            return self.series("tau_predicted", draft, domain, temperature, spec, "speculative")[0]
+
+        def merit(tau: Row) -> tuple[bool, float, float]:
+            timed = self.beside(tau, "speedup")
+            speedup = (timed["value"] if timed else None) or 0.0
+            return self.lossless(tau["verifier"]), speedup, tau["value"] or 0.0
+
+        taus = []
+        for tree, verifier in self.methods_of(draft):
+            taus.append(self.tau(draft, domain, temperature, tree, verifier))
+        return max(taus, key=merit)
+
     def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
         """Return another figure of the same draft, set, temperature, method and part as a row."""
         for other in self._index.get((figure, key_of(row)), []):
@@ -243,6 +284,12 @@ class ResultsTable:
     def rows(self, *figures: str) -> Iterator[Row]:
         """All rows of some figures."""
         return (row for row in self.document["rows"] if row["figure"] in figures)
+
+    def by_set(self, *figures: str) -> Iterator[Row]:
+        """The rows of some figures about one set each, without those of pooled sets."""
+        sets = self.domains()
+        rows = self.document["rows"]
+        return (row for row in rows if row["figure"] in figures and row["domain"] in sets)
 
     def counts(self, of: str) -> dict[RowKey, Counts]:
         """Per-prompt sums of one measurement."""

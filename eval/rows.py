@@ -28,9 +28,7 @@ from draftsmith.eval.bootstrap import (
     resamples,
     transfer,
 )
-from draftsmith.eval.diagnosis.root_step import RootStep
-from draftsmith.eval.estimate import AlphaMeasurement
-from draftsmith.eval.measuring import (
+from draftsmith.eval.decoding import (
     BY_SOURCE,
     COUNTED,
     COUNTED_BY_DEPTH,
@@ -39,8 +37,10 @@ from draftsmith.eval.measuring import (
     SpeedMeasurement,
     SpeedRun,
 )
+from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predicted_methods, run_interval
+from draftsmith.eval.reading import AlphaMeasurement
 from draftsmith.eval.remarks import conditions
 from draftsmith.eval.schema import (
     KINDS,
@@ -179,7 +179,8 @@ class Setting:
             groups.append(self.prompt_groups[suite.name][:count])
         strata = Groups(groups).numbers()
         stratum_P = np.repeat(strata, [len(each) for each in groups])
-        weights_RP = np.empty((self.bootstrap, len(stratum_P)))
+        # In the order of memory that `resamples` gives, so that sums round alike.
+        weights_RP = np.empty((self.bootstrap, len(stratum_P)), order="F")
         sizes: list[int] = []
         for stratum in dict.fromkeys(strata):
             members = [index for index, each in enumerate(strata) if each == stratum]
@@ -428,26 +429,25 @@ def _counts(
     )
 
 
-def suite_rows(setting: Setting) -> list[SuiteRow]:
+def suite_rows(setting: Setting) -> Iterator[SuiteRow]:
     """The rows of every prompt set that were read, done, skipped and failed."""
-    return [
-        SuiteRow(
+    for suite in setting.suites:
+        prompts = suite.prompts
+        yield SuiteRow(
             name=suite.name,
             kind=suite.kind,
             source=without_secrets(suite.source),
             read=suite.rows,
-            done=len(suite.prompts),
+            done=len(prompts),
             skipped=len(suite.skipped),
-            failed=suite.rows - len(suite.prompts) - len(suite.skipped),
+            failed=suite.rows - len(prompts) - len(suite.skipped),
             skipped_rows=[{"row": row, "reason": reason} for row, reason in suite.skipped],
-            prompt_ids=[prompt.id for prompt in suite.prompts],
-            prompt_tokens=[len(prompt.ids) for prompt in suite.prompts],
-            prompt_hashes=[f"{prompt_hash(prompt.ids):016x}" for prompt in suite.prompts],
+            prompt_ids=[prompt.id for prompt in prompts],
+            prompt_tokens=[len(prompt.ids) for prompt in prompts],
+            prompt_hashes=[f"{prompt_hash(prompt.ids):016x}" for prompt in prompts],
             prompt_groups=setting.prompt_groups[suite.name],
             digest=suite.digest,
         )
-        for suite in setting.suites
-    ]
 
 
 def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
@@ -486,7 +486,7 @@ def assemble(
         temperatures=list(setting.temperatures),
         methods=[{**method.facts, "lossless": method.lossless} for method in methods],
         models=models,
-        suites=suite_rows(setting),
+        suites=list(suite_rows(setting)),
         rows=[*rows, *diagnosis],
         counts=list(counts(setting, measured)),
         conditions=timing_conditions(measured, clock["machine"]["cpus"]),

@@ -5,9 +5,8 @@ from typing import Any
 
 from draftsmith.core.record import train_longer
 from draftsmith.eval.decision import Setting, decide
+from draftsmith.eval.formats import named_set, number, text_table, tree_name, with_interval
 from draftsmith.eval.report.findings import lead, rises
-from draftsmith.eval.report.formats import named_set, number, text_table, tree_name, with_interval
-from draftsmith.eval.report.tables import best_tau
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Estimate, Row
 
@@ -18,7 +17,7 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     todo = " ".join([head.todo, head.command]).strip()
     longer = []
     for name in rises(results):
-        if command := train_longer(results.document["models"][name]["name"]):
+        if command := train_longer(results.models[name]["name"]):
             longer.append(f"train {name} longer: {command}")
     rising = [head.rising] if head.rising else []
     return [head.headline, todo, *rising, *longer, *table(results, head.temperature)]
@@ -41,8 +40,8 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
     """
     rows = []
     decided = decide(results).setting
-    for alpha in results.rows("alpha"):
-        if alpha["domain"] in results.domains() and alpha["temperature"] == temperature:
+    for alpha in results.by_set("alpha"):
+        if alpha["temperature"] == temperature:
             tau = _tau(results, alpha, decided)
             speedup = results.beside(tau, "speedup")
             speed = with_interval(speedup, 2)
@@ -64,7 +63,7 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
 def _tau(results: ResultsTable, alpha: Row, decided: Setting | None) -> Row:
     draft, domain, temperature = alpha["draft"], alpha["domain"], alpha["temperature"]
     if decided is None or decided.draft != draft:
-        return best_tau(results, draft, domain, temperature)
+        return results.best_tau(draft, domain, temperature)
     return results.tau(draft, domain, temperature, decided.tree, decided.verifier)
 
 
@@ -75,20 +74,19 @@ def summary(results: ResultsTable) -> dict[str, Any]:
     decision = decide(results)
     decided = []
     for cell in decision.cells:
-        place = {"domain": cell.domain, "temperature": cell.temperature}
+        where = {"domain": cell.domain, "temperature": cell.temperature}
         signs = {"sign": cell.sign, "busy": cell.busy}
-        decided.append({**place, **signs, **_figure("speedup", cell.speedup)})
+        decided.append({**where, **signs, **_figure("speedup", cell.speedup)})
     cells = []
-    for row in results.rows("alpha"):
-        if row["domain"] in results.domains():
-            alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
-            methods = results.methods_of(row["draft"])
-            decoding = [_decoding(results, row, tree, rule) for tree, rule in methods]
-            cells.append({**_place(row), "kind": row["kind"], **alphas, "decoding": decoding})
+    for row in results.by_set("alpha"):
+        alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
+        methods = results.methods_of(row["draft"])
+        decoding = [_decoding(results, row, tree, rule) for tree, rule in methods]
+        cells.append({**_about(row), "kind": row["kind"], **alphas, "decoding": decoding})
     transfers = []
     for row in results.rows("transfer"):
         undefined = {"undefined": results.why_undefined(row)}
-        transfers.append({**_place(row), **_figure("transfer", row), **undefined})
+        transfers.append({**_about(row), **_figure("transfer", row), **undefined})
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
@@ -106,7 +104,7 @@ def summary(results: ResultsTable) -> dict[str, Any]:
     }
 
 
-def _place(row: Row) -> dict[str, object]:
+def _about(row: Row) -> dict[str, object]:
     return {"draft": row["draft"], "domain": row["domain"], "temperature": row["temperature"]}
 
 

@@ -21,7 +21,7 @@ def track(config: EvalConfig, results: Results) -> None:
     import wandb
 
     out = results.directory
-    settings = {**results.document["config"], "models": results.document["models"]}
+    settings = {**results.document["config"], "models": results.models}
     options = wandb_runs.run_options(out, out=out, config=settings, job_type="eval")
     measured = [name for name in TABLES if any(results.rows(name))]
     with wandb_runs.without_prompts(), wandb.init(project=wandb_runs.project(), **options) as run:

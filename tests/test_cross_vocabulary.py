@@ -14,7 +14,7 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.load import load_models
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval.acceptance import Continuation, model_logits
-from draftsmith.eval.estimate import alpha_sums
+from draftsmith.eval.reading import alpha_sums
 from tests.distilled import write_rows
 
 

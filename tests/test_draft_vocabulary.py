@@ -27,7 +27,7 @@ from draftsmith.drafts.draft_vocabulary import (
 )
 from draftsmith.drafts.load import draft_fingerprint, load_models
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.estimate import alpha_sums
+from draftsmith.eval.reading import alpha_sums
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import Optim
 from draftsmith.train.data import load_examples

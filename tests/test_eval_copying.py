@@ -17,11 +17,11 @@ from draftsmith.drafts.load import load_models
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import JoinedDraft, copied_tokens, copied_traces
+from draftsmith.eval.decoding import Task, answers, continuations
 from draftsmith.eval.draft_sources import is_copying, models_of
-from draftsmith.eval.estimate import measure_alphas
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.measuring import Task, answers, continuations
 from draftsmith.eval.method import Method
+from draftsmith.eval.reading import measure_alphas
 from draftsmith.eval.report.findings import lead
 from draftsmith.eval.request import check
 from draftsmith.eval.schema import RowKey
@@ -43,8 +43,6 @@ def test_alpha_is_the_chance_of_the_copied_token_and_zero_without_one():
     traces = copied_traces(
         [TEXT, new],
         p_NV,
-        row_N=torch.tensor([0, 0, 0, 1]),
-        place_N=torch.tensor([0, 1, 2, 0]),
         depths=2,
         rules=["exact"],
         copier=PromptLookupProposer(),

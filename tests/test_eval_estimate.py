@@ -10,8 +10,8 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, uniforms
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.diagnosis.root_step import RootStep, root_acceptance
-from draftsmith.eval.estimate import alpha_sums
 from draftsmith.eval.method import Method
+from draftsmith.eval.reading import alpha_sums
 from tests.tiny_models import near, tiny_llama
 
 VOCAB = 17

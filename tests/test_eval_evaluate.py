@@ -306,11 +306,13 @@ def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, caps
 
 
 def test_results_that_lack_a_draft_of_those_before_say_so(tmp_path, capsys):
-    evaluation._say_replaced(tmp_path, ["base"])
-    (tmp_path / "results.json").write_text(json.dumps({"drafts": ["base", "one", "two"]}))
-    evaluation._say_replaced(tmp_path, ["base", "one", "two", "three"])
+    evaluation._check_before(tmp_path, ["base"])
+    (tmp_path / "results.json").write_text(
+        json.dumps({"schema_version": 6, "drafts": ["base", "one", "two"]})
+    )
+    evaluation._check_before(tmp_path, ["base", "one", "two", "three"])
     assert capsys.readouterr().err == ""
-    evaluation._say_replaced(tmp_path, ["base", "one"])
+    evaluation._check_before(tmp_path, ["base", "one"])
     assert f"{tmp_path} holds results of two too; they will be replaced" in capsys.readouterr().err
 
 

@@ -22,9 +22,9 @@ from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.load import check_tokens_agree
 from draftsmith.eval.acceptance import Continuation, draft_logits
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.estimate import alpha_sums, read_traces
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
+from draftsmith.eval.reading import alpha_sums, read_traces
 from draftsmith.eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, stirred_head, tiny_llama
 

@@ -10,8 +10,9 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import eos_ids, load_model
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.loading import load
 from draftsmith.eval.request import check
-from draftsmith.eval.suites import Suite, load
+from draftsmith.eval.suites import Suite
 from tests.distilled import write_rows
 
 TEMPLATE = (

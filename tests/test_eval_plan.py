@@ -15,9 +15,9 @@ import pytest
 from draftsmith.decode import DynamicTree, Tree, parse_tree
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
-from draftsmith.eval.planning.engines import engine_rows
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
-from draftsmith.eval.planning.plan import _pays
+from draftsmith.eval.planning.plan import _pays, engine_rows
+from draftsmith.eval.planning.planner import TRIED
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
 
 
@@ -248,9 +248,7 @@ def test_what_copies_is_timed_not_predicted(
     monkeypatch,
 ):
     monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
-    monkeypatch.setattr(
-        "draftsmith.eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
-    )
+    monkeypatch.setitem(TRIED, "copied", ["chain:1", "chain:2", "kary:2,1,1"])
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
     names = {"draft": draft_dir, "store": prompts_file}

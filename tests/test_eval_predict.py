@@ -16,12 +16,12 @@ from draftsmith.decode import parse_tree
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
-from draftsmith.eval import measuring
+from draftsmith.eval import decoding
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.estimate import measure_alphas
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predictable
+from draftsmith.eval.reading import measure_alphas
 from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
@@ -64,11 +64,9 @@ def _compare(
     errors of each.
     """
     prompts = PROMPTS[:count]
-    task = measuring.Task(
-        target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3
-    )
+    task = decoding.Task(target, prompts, sampling, (2,), max_new_tokens=14, batch_size=100, seed=3)
     ours = task.baseline()
-    rows = measuring.continuations(prompts, ours)
+    rows = decoding.continuations(prompts, ours)
     cell = measure_alphas(target, {"d": draft}, rows, sampling, [method], batch_size=64)["d"]  # type: ignore[dict-item]
     found = cell["predicted"][method.name]
     ran = task.decoding(draft, method, ours)  # type: ignore[arg-type]
@@ -106,10 +104,10 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tr
 
 def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
     for sampling in (COLD, HOT):
-        ours = measuring.Task(
+        ours = decoding.Task(
             pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1
         ).baseline()
-        rows = measuring.continuations(PROMPTS[:20], ours)
+        rows = decoding.continuations(PROMPTS[:20], ours)
         both = measure_alphas(
             pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8
         )

@@ -51,7 +51,7 @@ def test_prompts_that_two_sets_share_are_counted():
         "prose (ID) and code (OOD): 2 of 3 prompts of the second are in the first too"
         in remark["text"]
     )
-    assert remarks.of_prompts([prose, suite("code", "ood", (4, 5, 6))]) == []
+    assert not list(remarks.of_prompts([prose, suite("code", "ood", (4, 5, 6))]))
 
 
 def test_near_duplicates_share_most_of_their_runs_of_tokens():
@@ -61,7 +61,7 @@ def test_near_duplicates_share_most_of_their_runs_of_tokens():
     (remark,) = remarks.of_prompts([prose, suite("code", "ood", (1,) * 40, near)])
     assert remark["about"] == "near_duplicates" and "1 prompt of the second" in remark["text"]
     assert "such as code1" in remark["text"]
-    assert remarks.of_prompts([prose, suite("code", "ood", far, TEXT[:20], ())]) == []
+    assert not list(remarks.of_prompts([prose, suite("code", "ood", far, TEXT[:20], ())]))
 
 
 def test_prompts_that_a_draft_was_trained_on_are_found_by_the_hashes_in_its_checkpoint(tmp_path):
@@ -133,7 +133,7 @@ def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(
         vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
     )
     small = LlamaForCausalLM(config)
-    assert remarks.of_target("small", small) == []
+    assert not list(remarks.of_target("small", small))
     wide = widen(widen(small, hidden_size=16), intermediate_size=24)
     (remark,) = remarks.of_target("large", wide)
     assert remark["about"] == "widened_target"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from draftsmith.core.errors import InputError
+from draftsmith.eval.formats import number, percent
 from draftsmith.eval.report.figures import cost_figure
 from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.formats import number, percent
 from draftsmith.eval.report.page import render_page
 from draftsmith.eval.report.tables import tables
 from draftsmith.eval.report.theme import LIGHT, Look, roles_of

@@ -5,7 +5,7 @@ from itertools import product
 from pathlib import Path
 
 from draftsmith.core.errors import InputError
-from draftsmith.eval.report.formats import NONE, Figure, with_interval
+from draftsmith.eval.formats import NONE, Figure, with_interval
 
 
 def table(heading: Sequence[str], rows: Iterable[Iterable[str]]) -> str:

@@ -33,7 +33,7 @@ from draftsmith.distill.score import score
 from draftsmith.drafts.heads import HEADS, Head
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.estimate import measure_alphas
+from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainee import Trainee

@@ -16,7 +16,7 @@ from benchmarks.studies import (
 )
 from benchmarks.studies.real_tables import NAMES
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import Figure, number, with_interval
+from draftsmith.eval.formats import Figure, number, with_interval
 from draftsmith.eval.results import Results
 
 # A document of one of the studies.

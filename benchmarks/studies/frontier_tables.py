@@ -22,7 +22,7 @@ from draftsmith.eval.bootstrap import (
     pooled_ratios,
     resamples,
 )
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.formats import number, with_interval
 
 # Of one draft: per-prompt sums and counts by set.
 Alphas = dict[str, PromptSums]

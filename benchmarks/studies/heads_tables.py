@@ -10,7 +10,7 @@ from benchmarks.studies.real_figures import sums_of
 from benchmarks.studies.real_tables import NAMES
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.bootstrap import PromptSums
-from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.formats import with_interval
 from draftsmith.eval.results import Results
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 from benchmarks.lib.pages import gap, table
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.formats import number, with_interval
 
 # What differences are taken from, and what every data mode is trained with.
 ALIKE = "fkl"

@@ -19,7 +19,7 @@ import yaml
 
 from benchmarks.studies.figures import kept
 from draftsmith.core.io import read_json
-from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.formats import with_interval
 
 _NAME = re.compile(r"\{([^{}|]+) \| ([^{}]+)\}")
 _FIGURE = re.compile(r"(?<![\w.:=/-])[-+]?(?:[\d,]*\.\d+(?![\w.]*\d)|[\d,.]+%)")

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.studies import frontier_tables
 from draftsmith.core.io import JsonObject
+from draftsmith.eval import formats
 from draftsmith.eval.bootstrap import PromptSums
-from draftsmith.eval.report import formats
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
 from draftsmith.eval.results import Results
 

@@ -21,8 +21,8 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode import DecodeStats, SpeculativeDecoder
 from draftsmith.drafts.load import draft_kind
 from draftsmith.eval.config import PlanConfig
+from draftsmith.eval.formats import number, with_interval
 from draftsmith.eval.planning.plan import plan
-from draftsmith.eval.report.formats import number, with_interval
 from draftsmith.eval.results import Results
 from draftsmith.pair import load_pair
 

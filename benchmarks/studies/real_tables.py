@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from benchmarks.lib.pages import by_temperature, table
 from benchmarks.studies import frontier_tables, real_figures
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.formats import number, with_interval
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Row
 

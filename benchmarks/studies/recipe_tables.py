@@ -6,7 +6,7 @@ from statistics import fmean
 from benchmarks.lib.pages import table
 from benchmarks.studies.real_tables import NAMES
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import number, with_interval
+from draftsmith.eval.formats import number, with_interval
 
 _NAMES = NAMES | {"lm": "the pair's language model"}
 

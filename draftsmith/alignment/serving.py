@@ -10,7 +10,6 @@ from draftsmith.decode import parse_tree
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.decision import decide
 from draftsmith.eval.method import decode_options
-from draftsmith.eval.report.findings import where
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import JOINED
 
@@ -68,7 +67,7 @@ def advise(config: AlignConfig, results: Results) -> Advice:
             commands[engine] = [*exports, command]
     sentence = _SENTENCES[what].format(draft=setting.draft)
     if decision.verdict == "ship_for":
-        sentence += f"; measurably faster for {where(decision, decision.paying)}"
+        sentence += f"; measurably faster for {decision.where(decision.paying)}"
     return Advice(what, sentence, commands)
 
 

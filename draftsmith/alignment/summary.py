@@ -6,9 +6,7 @@ from pathlib import Path
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.serving import Advice, advise, decode_command
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.findings import worst_set
-from draftsmith.eval.report.formats import with_interval
-from draftsmith.eval.report.tables import best_tau
+from draftsmith.eval.formats import with_interval
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Row
 from draftsmith.eval.summary import headline_and_table
@@ -18,7 +16,7 @@ def summary(config: AlignConfig, results: Results) -> JsonObject:
     """Return where everything is, and the figures of the best draft with their intervals."""
     best = best_draft(config, results)
     temperature = results.top_temperature
-    tau = best_tau(results, best, "id", temperature)
+    tau = results.best_tau(best, "id", temperature)
     tree = tau["tree"] or ""
     verifier = tau["verifier"] or ""
     checkpoint = str(Path(config.out) / best)
@@ -83,7 +81,7 @@ def bought(shown: JsonObject, results: Results) -> list[str]:
         if gain:
             parts.append(f"{with_interval(gain, sign=True)} over the draft it started from")
         if gain and kind == "ood" and len(results.domains("ood")) > 1:
-            worst = worst_set(results, best, temperature)
+            worst = results.worst_set(best, temperature)
             if worst:
                 parts.append(f"worst on {worst['domain']}, {with_interval(worst, sign=True)}")
         found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")

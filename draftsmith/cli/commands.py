@@ -95,9 +95,7 @@ def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
 
 
 def _train(config: "TrainCommandConfig", command: str) -> Outcome:
-    from draftsmith.core.record import train_longer
-    from draftsmith.eval.facts import heldout_curve
-    from draftsmith.eval.report.findings import still_rising
+    from draftsmith.core.record import heldout_curve, still_rising, train_longer
     from draftsmith.train.training_run import train
 
     summary = train(_recipe(config), command)
@@ -195,7 +193,7 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 def _doctor(config: "DoctorConfig", command: str) -> Outcome:
     from draftsmith.drafts.doctor import DRAFT_TOKENS, examine
-    from draftsmith.eval.report.formats import with_interval
+    from draftsmith.eval.formats import with_interval
 
     verdicts = examine(config)
     lines = []

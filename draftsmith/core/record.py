@@ -1,5 +1,6 @@
 """The record of a draft that this project made, beside its weights."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,10 @@ from draftsmith.core.io import JsonObject, first_damaged, read_json
 
 # Beside the weights of a draft: how it was made.
 RECORD = "draftsmith.json"
+# A draft that gained this much held-out alpha in the last fifth of its steps was still improving.
+RISING = 0.005
+# Fewest points of a curve that say so.
+LEAST_POINTS = 4
 
 
 def train_longer(draft: str) -> str:
@@ -36,6 +41,27 @@ def train_longer(draft: str) -> str:
         left_out = left_out and not equals
     directory = draft.rstrip("/")
     return shlex.join([*words, "--draft", directory, "--out", f"{directory}-longer"])
+
+
+def heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
+    """Steps and held-out alphas of the training, from the metrics beside the weights."""
+    metrics = checkpoint / "run" / "metrics.jsonl"
+    curve = []
+    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
+        figures = json.loads(line)
+        if "heldout_alpha" in figures:
+            curve.append((figures["step"], figures["heldout_alpha"]))
+    return curve
+
+
+def still_rising(curve: Sequence[tuple[int, float]]) -> float | None:
+    """The rise of held-out alpha over the last fifth of the steps; None if it is below `RISING`."""
+    if len(curve) < LEAST_POINTS:
+        return None
+    last_step, last = curve[-1]
+    before = [alpha for step, alpha in curve if step <= 0.8 * last_step]
+    rise = last - max(before)
+    return rise if rise >= RISING else None
 
 
 def check_weights(checkpoint: Path) -> None:

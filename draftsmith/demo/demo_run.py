@@ -20,8 +20,8 @@ from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.report import WORDS
 from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.formats import WORDS
 from draftsmith.eval.report.page import FIGURES, Picture, render_template
 from draftsmith.eval.report.tables import Table
 from draftsmith.eval.report.theme import LIGHT, Look, inline_svg, roles_of

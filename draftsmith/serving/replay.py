@@ -19,9 +19,9 @@ from draftsmith.core.sampling import Sampling, probs
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.acceptance import Continuation, Positions
 from draftsmith.eval.bootstrap import Floats, PromptSums
-from draftsmith.eval.estimate import read_traces
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predict
+from draftsmith.eval.reading import read_traces
 
 _BATCH = 8
 _NONE = 1e-6

@@ -2,7 +2,7 @@
 
 from draftsmith.core.errors import RequirementError
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.formats import with_interval
+from draftsmith.eval.formats import with_interval
 from draftsmith.eval.schema import Estimate
 
 # Suspects that are printed; --json has all.

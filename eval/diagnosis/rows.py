@@ -6,12 +6,11 @@ import math
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from draftsmith.eval.bootstrap import PromptSums, difference, estimate, interval, joined
+from draftsmith.eval.bootstrap import Floats, PromptSums, difference, interval, joined
 from draftsmith.eval.diagnosis.diagnose import BINS, Diagnosis
 from draftsmith.eval.remarks import overlaps
 from draftsmith.eval.rows import Group, Measured, Setting
@@ -63,9 +62,8 @@ def diagnosis_rows(
         sums_of = dict(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
             for part, sums in sums_of.items():
-                alpha = estimate(sums[draft], group.picks)
                 count = sums[draft].denominator_P.sum()
-                rows.append(group.row("alpha_by_part", draft, alpha, part=part))
+                rows.append(group.row("alpha_by_part", draft, sums[draft], part=part))
                 rows.append(group.row("positions_by_part", draft, count, part=part))
                 if draft != base:
                     gain = difference(sums[draft], sums[base], group.picks)
@@ -185,25 +183,24 @@ def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator
         yield group.row("drafted_mass", draft, mass, at=tenth)
         yield group.row("confidence", draft, sure / mass if mass else None, at=tenth)
         drafted_P, _, accepted_P = sums_PB3[:, tenth].T
-        share = estimate(PromptSums(accepted_P, drafted_P), group.picks)
-        yield group.row("acceptance", draft, share, at=tenth)
+        yield group.row("acceptance", draft, PromptSums(accepted_P, drafted_P), at=tenth)
 
 
-def _ece(sums_B3: Any) -> Any:
+def _ece(sums_B3: Floats) -> Floats:
     """sum over bins of |accepted - confidence| over the mass drafted; NaN where nothing was."""
     assert sums_B3.shape[-2] == BINS
     mass_B, sure_B, accepted_B = np.moveaxis(sums_B3, -1, 0)
+    away: Floats = np.abs(accepted_B - sure_B).sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.abs(accepted_B - sure_B).sum(-1) / mass_B.sum(-1)
+        return away / mass_B.sum(-1)
 
 
 def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
     counts = [len(values) for values in joined(new, "alpha")]
     for k in SHOWN_CANDIDATES:
         best = [prompt[k - 1] for prompt in joined(new, "best")]
-        accepted = estimate(PromptSums.of(best, counts), group.picks)
-        yield group.row("candidates_best", draft, accepted, at=k)
+        yield group.row("candidates_best", draft, PromptSums.of(best, counts), at=k)
     for k in SHOWN_CANDIDATES if group.temperature else ():
         drawn = [prompt[k - 1] for prompt in joined(new, "drawn")]
-        accepted = estimate(PromptSums.of(drawn, joined(new, "drawn_count")), group.picks)
+        accepted = PromptSums.of(drawn, joined(new, "drawn_count"))
         yield group.row("candidates_drawn", draft, accepted, at=k)

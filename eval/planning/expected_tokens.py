@@ -21,7 +21,7 @@ from draftsmith.decode.tree import tree_of_paths
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.predict import Floats
 
-Path = tuple[int, ...]
+Ranks = tuple[int, ...]
 # MCSD's space: branching numbers of one level, and the most leaves (arXiv 2401.06706).
 BRANCHING = (1, 2, 4, 8, 16, 32)
 MOST_LEAVES = 32
@@ -34,17 +34,17 @@ class JointRuns:
         self._chances = chances_DKPL
         self._positions = float(lengths_P.sum())
         inside_PL = np.arange(chances_DKPL.shape[3]) < lengths_P[:, None]
-        self._runs: dict[Path, Floats] = {(): inside_PL.astype(float)}
-        self._values: dict[Path, float] = {}
+        self._runs: dict[Ranks, Floats] = {(): inside_PL.astype(float)}
+        self._values: dict[Ranks, float] = {}
 
-    def value(self, path: Path) -> float:
+    def value(self, path: Ranks) -> float:
         """How often a step accepts this node."""
         if path not in self._values:
             total = self._run(path).sum()
             self._values[path] = float(total) / self._positions
         return self._values[path]
 
-    def _run(self, path: Path) -> Floats:
+    def _run(self, path: Ranks) -> Floats:
         if path not in self._runs:
             *above, rank = path
             level = len(above)
@@ -56,7 +56,7 @@ class JointRuns:
 
     def length(self, tree: Tree) -> float:
         """Expected tokens of a step, the target's own included."""
-        paths: list[Path] = []
+        paths: list[Ranks] = []
         for parent, rank in zip(tree.parents, tree.ranks, strict=True):
             above = paths[parent] if parent >= 0 else ()
             paths.append((*above, rank))
@@ -68,8 +68,8 @@ class JointRuns:
 
         Greedy is optimal if values fall with rank and depth, as they do up to noise.
         """
-        waiting: list[tuple[float, Path]] = [(-self.value((0,)), (0,))]
-        chosen: list[Path] = []
+        waiting: list[tuple[float, Ranks]] = [(-self.value((0,)), (0,))]
+        chosen: list[Ranks] = []
         trees = []
         while waiting and len(chosen) < nodes:
             value, path = heapq.heappop(waiting)
@@ -93,7 +93,7 @@ def kary_space(nodes: int, depth: int, ranks: int) -> dict[str, Tree]:
     """
     trees: dict[str, Tree] = {}
 
-    def extend(counts: Path, leaves: int, size: int) -> None:
+    def extend(counts: Ranks, leaves: int, size: int) -> None:
         for count in BRANCHING:
             if count <= ranks and leaves * count <= MOST_LEAVES and size + leaves * count <= nodes:
                 levels = (*counts, count)

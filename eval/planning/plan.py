@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any
+from typing import Any, TypedDict
 
 from draftsmith.core.io import write_json_atomic
 from draftsmith.core.options import configured
@@ -19,6 +19,7 @@ from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
+from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import kind_of
@@ -27,9 +28,9 @@ from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.draft_sources import check_sources, models_of
-from draftsmith.eval.facts import draft_row, machine, model_row
+from draftsmith.eval.facts import machine, model_rows
+from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
-from draftsmith.eval.planning.engines import engine_rows
 from draftsmith.eval.planning.planner import (
     LIMIT_S,
     Candidate,
@@ -37,7 +38,7 @@ from draftsmith.eval.planning.planner import (
     Expected,
     Planner,
 )
-from draftsmith.eval.suites import load
+from draftsmith.eval.schema import Estimate
 
 SCHEMA_VERSION = 1
 # Steps of a plan, and those of ranking trees without trying them.
@@ -46,6 +47,44 @@ RANKING_STEPS = 4
 FINALISTS = 3
 # Static candidates that the plan lists.
 LISTED = 20
+
+
+# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'
+# sources and documentation, November 2026). At temperature 0 all engines accept what the target
+# would have chosen.
+_GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
+ENGINE_RULES = {
+    "vllm": _GREEDY_DRAFT,
+    "sglang": _GREEDY_DRAFT,
+    "llama.cpp": _GREEDY_DRAFT,
+    "transformers": ("speculative", "the draft samples, accepted with min(1, p/q)"),
+}
+
+
+class EngineRow(TypedDict):
+    """The best draft length of an engine under its own rule at this machine's costs."""
+
+    engine: str
+    rule: str
+    draft_tokens: int
+    tau: float
+    speedup: float
+
+
+def engine_rows(kind: str, expected: Expected, lengths: Sequence[int]) -> list[EngineRow]:
+    """Return a row for each engine that loads a draft of this kind."""
+    rows: list[EngineRow] = []
+    for engine, (verifier, rule) in ENGINE_RULES.items():
+        if kind not in SERVING[engine]:
+            continue
+        row = EngineRow(engine=engine, rule=rule, draft_tokens=0, tau=0.0, speedup=-1.0)
+        for length in lengths:
+            rate, tau = expected.rate(kary((1,) * length), verifier)
+            speedup = rate * expected.costs.alone
+            if speedup > row["speedup"]:
+                row |= {"draft_tokens": length, "tau": tau, "speedup": speedup}
+        rows.append(row)
+    return rows
 
 
 def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
@@ -72,6 +111,9 @@ def plan_document(
     speedups = [row["speedup"] for row in confirmed.rows[1:]]
     best = rates.index(max(rates))
     winner = confirmed.finalists[best]
+    tree: dict[str, Any] = {"spec": winner.spec}
+    if isinstance(winner.shape, Tree) and winner.spec in (None, OWN_TREE):
+        tree = {"parents": list(winner.shape.parents)}
     # Timings of every shape over their median; other work on the machine spreads them.
     noise: list[float] = []
     rounds = (expected.rounds if expected else {}) | {"confirmed": confirmed.alone_s}
@@ -83,8 +125,8 @@ def plan_document(
     busy = remarks.of_timing([conditions], cpus)
     # A busy machine's clock speaks neither for a draft nor against it.
     pays = None if busy else _pays(speedups, best)
-    noted = remarks.of_target(str(planner.target.name_or_path), planner.target)
-    noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)}) + busy
+    noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
+    noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
     engines = []
     # Give no engine advice if timings are noisy or no draft pays.
     if expected and planner.model is not None and not busy and pays is not False:
@@ -95,7 +137,7 @@ def plan_document(
     texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
-        "tree": _written(winner),
+        "tree": tree,
         "name": winner.name,
         "verifier": planner.verifier(winner.shape),
         "pays": pays,
@@ -112,15 +154,9 @@ def plan_document(
         "confirmed": confirmed.rows,
         "engines": engines,
         "conditions": conditions,
-        "remarks": [remark["text"] for remark in noted],
+        "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
-
-
-def _written(candidate: Candidate) -> dict[str, Any]:
-    if isinstance(candidate.shape, Tree) and candidate.spec in (None, OWN_TREE):
-        return {"parents": list(candidate.shape.parents)}
-    return {"spec": candidate.spec}
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -136,7 +172,7 @@ def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
     return chosen + rest[: FINALISTS - len(chosen)]
 
 
-def _pays(speedups: Sequence[dict[str, Any]], best: int) -> bool | None:
+def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
     """True if the best is significantly faster than the target alone, False if it was not faster,
     else None.
 
@@ -156,7 +192,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     sources = {"draft": config.draft}
     check_sources(sources.values())
     (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
-    draft = loaded_drafts(sources, pair)["draft"]
+    drafts = loaded_drafts(sources, pair)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
@@ -164,7 +200,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
         say(f"plan: {resolved.note}")
     planner = Planner(
         target=pair.target,
-        draft=draft,
+        draft=drafts["draft"],
         prompts=suite.prompts,
         sampling=resolved.sampling,
         batch_size=config.batch_size,
@@ -172,8 +208,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
         seed=config.seed,
     )
     document = plan_pair(planner, config.confirm_prompts)
-    target = model_row(config.target, pair.target)
-    models = {"target": target, "draft": draft_row(config.draft, draft, target)}
+    models = model_rows(config.target, pair.target, sources, drafts)
     kind = models["draft"]["kind"]
     for row in document["engines"]:
         row["exports"], row["command"] = SERVING[row["engine"]][kind].commands(

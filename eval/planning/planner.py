@@ -5,9 +5,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import yaml
 from transformers import PreTrainedModel
 
 from draftsmith.core.asked_hash import Groups
@@ -29,14 +31,16 @@ from draftsmith.drafts.load import Draft, depth_limit
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
-from draftsmith.eval.estimate import read_traces
+from draftsmith.eval.decoding import answers
 from draftsmith.eval.groups import groups_of
-from draftsmith.eval.measuring import answers
 from draftsmith.eval.method import OWN_TREE, Method, shape_of
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.step_costs import Costs, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
+from draftsmith.eval.reading import read_traces
 from draftsmith.eval.schema import Estimate
+
+T = TypeVar("T")
 
 # Most nodes and levels of a tree that is chosen.
 NODES = 64
@@ -45,36 +49,8 @@ DEPTH = 16
 RANKS = 32
 FEW_RANKS = 8
 MANY_ELEMENTS = 2**25
-STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
-# A longer block costs nothing extra, so draft the whole block and stop within it.
-BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
-GROWING = (
-    "eagle2:depth=3,beam=3,nodes=8",
-    "eagle2:depth=5,beam=4,nodes=16",
-    "opt:nodes=12,depth=5,gain=0.2",
-)
-# What copies drafts nothing at some steps, so all its trees are timed.
-COPIED = (
-    "chain:1",
-    "chain:2",
-    "chain:3",
-    "chain:4",
-    "chain:6",
-    "chain:8",
-    "chain:12",
-    "chain:8,stop=0.6",
-    "kary:2,1,1",
-)
-JOINED_TREES = (
-    "chain:1",
-    "chain:2",
-    "chain:3",
-    "chain:4",
-    "chain:6",
-    "kary:4",
-    "kary:2,1",
-    "kary:3,2",
-)
+# Trees to time, by what drafts.
+TRIED = yaml.safe_load(Path(__file__).with_name("tried.yaml").read_text(encoding="utf-8"))
 TEXT_BATCH = 16
 # Tokens of a run that times a step.
 STEP_TOKENS = 16
@@ -215,11 +191,15 @@ class Planner:
             steps=max(row.stats.target_calls for row in rows),
         )
 
-    def batches(self, count: int) -> list[list[tuple[int, ...]]]:
+    def batches(self, count: int) -> list[Sequence[tuple[int, ...]]]:
         """Token ids of the first `count` batches of prompts."""
-        ids = [prompt.ids for prompt in self.prompts[: count * self.batch_size]]
-        starts = range(0, len(ids), self.batch_size)
-        return [ids[start : start + self.batch_size] for start in starts]
+        return self._first([prompt.ids for prompt in self.prompts], count)
+
+    def _first(self, values: Sequence[T], count: int) -> list[Sequence[T]]:
+        """The first `count` batches of values by prompt, or all."""
+        size = self.batch_size
+        starts = range(0, min(len(values), count * size), size)
+        return [values[start : start + size] for start in starts]
 
     @cached_property
     def groups(self) -> list[int]:
@@ -230,9 +210,7 @@ class Planner:
         """The group of each of the first `count` batches: those that share a group of prompts are
         one.
         """
-        starts = range(0, count * self.batch_size, self.batch_size)
-        batches = [self.groups[start : start + self.batch_size] for start in starts]
-        return Groups(batches).numbers()
+        return Groups(self._first(self.groups, count)).numbers()
 
     def answers(self) -> list[Continuation]:
         """Continue the prompts with the target; stop after 30 % of the time."""
@@ -432,13 +410,13 @@ def _family(spec: str) -> str:
     return kind if kind in ("chain", "kary") else "grows"
 
 
-def tried(draft: AnyDraft) -> tuple[str, ...]:
+def tried(draft: AnyDraft) -> list[str]:
     """Specs of the trees to time: their steps vary in size or cost, so they cannot be predicted."""
     if isinstance(draft, CopyingDraft):
-        return COPIED if draft.reads_text else (OWN_TREE,)
+        return list(TRIED["copied"]) if draft.reads_text else [OWN_TREE]
     if isinstance(draft, JoinedDraft):
-        return JOINED_TREES + tried(draft.model)
+        return [*TRIED["joined"], *tried(draft.model)]
     if isinstance(draft, BlockHead):
-        stopping = [f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS]
-        return (*stopping, *GROWING)
-    return STOPPING + GROWING
+        stopping = [f"chain:{draft.depths},stop={stop}" for stop in TRIED["block_stops"]]
+        return stopping + TRIED["growing"]
+    return list(TRIED["stopping"] + TRIED["growing"])

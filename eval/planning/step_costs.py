@@ -9,6 +9,7 @@ Of a pair that takes chains only, chains are timed whole, with what going back t
 token costs: F(n) is then a step on a chain of n - 1 tokens, its drafting included, and d is 0.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -83,22 +84,17 @@ def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
     add time, so the fastest round counts, and no step is taken to be faster than one with fewer
     rows.
     """
-    least = {name: min(values) for name, values in seconds.items()}
-    by_rows = {1: least["alone"]}
-    for name, value in least.items():
-        kind, _, text = name.partition(":")
-        if kind in ("rows", "whole"):
-            by_rows[1 + int(text)] = value
-    verify = isotonic(by_rows)
+    least: dict[str, dict[int, float]] = defaultdict(dict)
+    for name, values in seconds.items():
+        kind, _, size = name.partition(":")
+        least[kind][int(size or 0)] = min(values)
+    by_rows = {1 + size: value for size, value in (least["rows"] | least["whole"]).items()}
+    verify = isotonic({1: least["alone"][0], **by_rows})
     draft: dict[int, float] = {}
-    for name, value in least.items():
-        kind, _, text = name.partition(":")
-        if kind == "width":
-            width = int(text)
-            draft[width] = max(0.0, value - _interpolate(verify, 1 + 2 * width))
-        elif kind == "chain":
-            levels = int(text)
-            draft[1] = max(0.0, (value - _interpolate(verify, 1 + levels)) / (levels - 1))
+    for width, value in least["width"].items():
+        draft[width] = max(0.0, value - _interpolate(verify, 1 + 2 * width))
+    for levels, value in least["chain"].items():
+        draft[1] = max(0.0, (value - _interpolate(verify, 1 + levels)) / (levels - 1))
     return Costs(verify, isotonic(draft) or {1: 0.0})
 
 

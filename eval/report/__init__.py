@@ -1,1 +1,10 @@
 """Draws the results: the page, its figures and tables, and what they say in words."""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# The sentences, captions, notes and columns of a report.
+_WORDS = Path(__file__).parent / "templates" / "words.yaml"
+WORDS: dict[str, Any] = yaml.safe_load(_WORDS.read_text(encoding="utf-8"))

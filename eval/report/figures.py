@@ -5,8 +5,9 @@ Each figure is a function of the results and a look; None if there is nothing to
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 from matplotlib.artist import Artist
@@ -14,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from draftsmith.eval.report.formats import KIND_TITLES, kept, number, shortened, tree_name
+from draftsmith.eval.formats import KIND_TITLES, kept, number, shortened, tree_name
 from draftsmith.eval.report.theme import WIDTH, Look, drawing
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Row
@@ -64,7 +65,7 @@ def _dot_plots(
 ) -> Figure | None:
     """Draw panels of (label, lines) one above the other, without those of few points.
 
-    bounds: of the x axis, which holds every interval. reference: place of a vertical line. notes:
+    bounds: of the x axis, which holds every interval. reference: x of a vertical line. notes:
     stand above the numbers on the right.
     """
     panels = [panel for panel in panels if _count_dots(panel[1]) >= LEAST_POINTS]
@@ -102,10 +103,8 @@ def _dot_plots(
 
 
 def _count_dots(lines: Sequence[Line]) -> int:
-    count = 0
-    for line in lines:
-        count += sum(1 for row in line.dots if row and row["value"] is not None)
-    return count
+    rows = filter(None, chain.from_iterable(line.dots for line in lines))
+    return sum(row["value"] is not None for row in rows)
 
 
 def _heading(ax: Axes, look: Look, y: int, text: str) -> None:
@@ -156,7 +155,7 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
         lines: list[Line] = []
         for domain in results.domains():
             base = None
-            if results.compared:
+            if results.aligned:
                 base = results.alpha(results.base, domain, temperature)["value"]
             kind = results.kind(domain).upper()
             lines.append(Line(f"{domain} ({kind})"))
@@ -260,25 +259,38 @@ def _line(
         ax.plot(x, y, **options)
 
 
-def _by_depth(ax: Axes, look: Look, draft: str, rows: Sequence[Row], **style: object) -> None:
-    depths = [row["at"] or 0 for row in rows if row["value"] is not None]
-    values = [row["value"] for row in rows if row["value"] is not None]
-    _line(ax, look, draft, depths, values, **style)
+def _curve(
+    ax: Axes,
+    look: Look,
+    draft: str,
+    points: Iterable[tuple[float | None, Row]],
+    *,
+    bars: bool = False,
+    **style: object,
+) -> None:
+    """Draw figures over x, with their intervals if `bars`, without points that are not defined."""
+    xs: list[float] = []
+    values: list[float] = []
+    for x, row in points:
+        if x is None or row["value"] is None:
+            continue
+        xs.append(x)
+        values.append(row["value"])
+        if bars and row["low"] is not None and row["high"] is not None:
+            ends = [row["low"], row["high"]]
+            ax.plot([x, x], ends, color=look.colour(draft), lw=1.2, alpha=0.5)
+    _line(ax, look, draft, xs, values, **style)
 
 
-def _bar(ax: Axes, look: Look, x: float, row: Row) -> None:
-    """Draw the interval of a point of a curve."""
-    if row["low"] is not None and row["high"] is not None:
-        ends = [row["low"], row["high"]]
-        ax.plot([x, x], ends, color=look.colour(row["draft"]), lw=1.2, alpha=0.5)
+def _by_at(rows: Sequence[Row]) -> list[tuple[float | None, Row]]:
+    return [(row["at"], row) for row in rows]
 
 
 def training_figure(results: ResultsTable, look: Look) -> Figure | None:
     """Held-out alpha by step of every draft's training."""
     curves = {}
     for draft in results.drafts:
-        training = results.document["models"][draft]["training"]
-        curve = training.get("heldout", []) if training else []
+        curve = results.heldout(draft)
         if len(curve) >= LEAST_POINTS:
             curves[draft] = curve
 
@@ -308,11 +320,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
 
     def draw(ax: Axes, domain: str) -> None:
         for draft in drafts:
-            rows = series(draft, domain)
-            for row in rows:
-                _bar(ax, look, row["at"] or 0, row)
-            if rows:
-                _by_depth(ax, look, draft, rows)
+            _curve(ax, look, draft, _by_at(series(draft, domain)), bars=True)
         ax.set_ylim(SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
@@ -333,16 +341,7 @@ def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.drafts:
             sure = [row["value"] for row in results.series("confidence", draft, kind)]
             taken = results.series("acceptance", draft, kind)
-            for x, row in zip(sure, taken, strict=True):
-                if x is not None:
-                    _bar(ax, look, x, row)
-            _line(
-                ax,
-                look,
-                draft,
-                [x for x in sure if x is not None],
-                [row["value"] for row in taken if row["value"] is not None],
-            )
+            _curve(ax, look, draft, zip(sure, taken, strict=True), bars=True)
         ax.set_ylim(SHARES)
 
     return _by_kind(results, look, draw, "confidence", "confidence of the draft")
@@ -355,12 +354,12 @@ def candidates_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.drafts:
             best = results.series("candidates_best", draft, kind)
             drawn = results.series("candidates_drawn", draft, kind)
-            dashed: dict[str, object] = {"ls": (0, (3, 2))}
+            dashed: dict[str, Any] = {"ls": (0, (3, 2))}
             if drawn:
                 dashed["label"] = None
-            _by_depth(ax, look, draft, best, **dashed)
+            _curve(ax, look, draft, _by_at(best), **dashed)
             if drawn:
-                _by_depth(ax, look, draft, drawn)
+                _curve(ax, look, draft, _by_at(drawn))
         ax.set_xscale("log", base=2)
         ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
         ax.set_ylim(SHARES)

@@ -12,9 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.core.io import write_text_atomic
-from draftsmith.eval.report import figures
+from draftsmith.eval.formats import tree_name
+from draftsmith.eval.report import WORDS, figures
 from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.formats import WORDS, tree_name
 from draftsmith.eval.report.tables import tables
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
 from draftsmith.eval.results_table import ResultsTable
@@ -62,7 +62,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
             continue
         words = WORDS["figures"][name]
         title = words["title"]
-        caption = words["caption"] if results.compared else words.get("alone", words["caption"])
+        caption = words["caption"] if results.aligned else words.get("alone", words["caption"])
         if name == "accept":
             tree, verifier = results.methods[0]
             lossy = "" if results.lossless(verifier) else " (lossless: false)"
@@ -78,7 +78,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
         prompts[suite["kind"]] += suite["done"]
     remarks = results.document["remarks"]
     head = lead(results)
-    of_pairs = () if results.compared else ("gain", "transfer")
+    of_pairs = () if results.aligned else ("gain", "transfer")
     definitions = results.document["definitions"].items()
     return render_template(
         "report.html.j2",
@@ -97,8 +97,7 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
 
 def _timed(results: ResultsTable) -> str:
     """How many prompts of a set the clock counted, if not all."""
-    timed = [row for row in results.rows("speedup") if row["domain"] in results.domains()]
-    counts = sorted({row["n"] for row in timed})
+    counts = sorted({row["n"] for row in results.by_set("speedup")})
     most = max(len(set(results.prompt_groups(name))) for name in results.domains())
     return " to ".join(map(str, counts)) if counts and counts[0] < most else ""
 

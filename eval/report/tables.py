@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from draftsmith.decode.propose import CHAIN
 from draftsmith.eval.bootstrap import signs
-from draftsmith.eval.report.findings import worst_set
-from draftsmith.eval.report.formats import (
+from draftsmith.eval.formats import (
     CLEAR,
     NONE,
-    WORDS,
     kept,
     memory,
     named_set,
@@ -22,6 +19,7 @@ from draftsmith.eval.report.formats import (
     tree_name,
     with_interval,
 )
+from draftsmith.eval.report import WORDS
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import TARGET, Row, read_of
 
@@ -64,37 +62,13 @@ def tables(results: ResultsTable) -> list[Table]:
     return [table for table in every if table.rows]
 
 
-def best_tau(results: ResultsTable, draft: str, domain: str, temperature: float) -> Row:
-    """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless
-    ones first.
-
-    If nothing was decoded, the tau that is predicted of chains.
-    """
-    if not results.methods:
-        predicted = results.figure(
-            "tau_predicted", draft, domain, temperature, f"chain:{CHAIN}", "speculative"
-        )
-        assert predicted is not None, "chains are predicted at every temperature"
-        return predicted
-
-    def merit(tau: Row) -> tuple[bool, float, float]:
-        timed = results.beside(tau, "speedup")
-        speedup = (timed["value"] if timed else None) or 0.0
-        return results.lossless(tau["verifier"]), speedup, tau["value"] or 0.0
-
-    taus = []
-    for tree, verifier in results.methods_of(draft):
-        taus.append(results.tau(draft, domain, temperature, tree, verifier))
-    return max(taus, key=merit)
-
-
 def by_draft(results: ResultsTable) -> Table:
     """Gains of each draft ID and OOD, and tau and speed with its best method."""
     rows = []
     for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
-            tau = best_tau(results, draft, "id", temperature)
-            worst = worst_set(results, draft, temperature)
+            tau = results.best_tau(draft, "id", temperature)
+            worst = results.worst_set(draft, temperature)
             lost = f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE
             ood = results.gain(draft, "ood", temperature) if results.domains("ood") else None
             alphas = {
@@ -121,7 +95,7 @@ def by_draft(results: ResultsTable) -> Table:
 def _words(results: ResultsTable, name: str) -> Mapping[str, Any]:
     """Title, note and columns of a table. A single draft has no base to be compared with."""
     words = WORDS["tables"][name]
-    return words if results.compared else words | words.get("alone", {})
+    return words if results.aligned else words | words.get("alone", {})
 
 
 def _table(words: Mapping[str, Any], names: int, rows: Sequence[Mapping[str, str]]) -> Table:
@@ -239,7 +213,7 @@ def _suites(results: ResultsTable) -> Table:
 
 def _models(results: ResultsTable) -> Table:
     clock = results.document["clock"]
-    models = results.document["models"]
+    models = results.models
     rows = []
     for role, model in models.items():
         training = model["training"]

@@ -14,34 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import yaml
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from draftsmith.core.io import atomic_file
 
-# After Okabe and Ito (2008), told apart with any kind of colour vision; the base draft is always
-# grey.
-_ROLES = {
-    "ink": ("#1c2024", "#e8eaed"),
-    "soft": ("#60666d", "#a2a9b2"),
-    "line": ("#d9dce0", "#363b42"),
-    "paper": ("#ffffff", "#14171a"),
-    "base": ("#868c94", "#8f969f"),
-    "d1": ("#0072b2", "#56b4e9"),
-    "d2": ("#d55e00", "#ff9347"),
-    "d3": ("#008a66", "#35cfa0"),
-    "d4": ("#b5508c", "#e89ac7"),
-    "d5": ("#9a7500", "#e6c229"),
-    "d6": ("#2f93c4", "#9fd3f0"),
-}
-LIGHT = {role: light for role, (light, _) in _ROLES.items()}
-DARK = {role: dark for role, (_, dark) in _ROLES.items()}
+_TEMPLATES = Path(__file__).parent / "templates"
+_PALETTES = yaml.safe_load((_TEMPLATES / "palettes.yaml").read_text(encoding="utf-8"))
+LIGHT: dict[str, str] = _PALETTES["light"]
+DARK: dict[str, str] = _PALETTES["dark"]
 # More markers than colours, so that no two drafts share both. The circle is the base draft's.
 _MARKERS = ("s", "D", "^", "v", "P", "X", "h")
 _FONTS = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 # Inches. CSS scales every figure; on a phone of 350 pixels its text is still readable.
 WIDTH = 5.2
-STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
+STYLE = _TEMPLATES / "figures.mplstyle"
 
 
 @dataclass(frozen=True)

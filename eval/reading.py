@@ -1,4 +1,4 @@
-"""Estimates without a decoding loop: one forward of the target over its own text, and one of every
+"""Acceptance without a decoding loop: one forward of the target over its own text, and one of every
 draft.
 
 They give the expected acceptance of one drafted token under three rules (`docs/acceptance.md`) and,
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, cast
 
 import numpy as np
 import torch
@@ -87,6 +87,17 @@ class AlphaMeasurement(TypedDict):
     drafted_sum: NotRequired[list[float]]
 
 
+# Its per-prompt sums, by the trace that they are of.
+SUMS = {
+    "sum": "alpha",
+    "greedy": "greedy",
+    "match": "match",
+    "missing": "missing",
+    "copied": "copied",
+    "copied_sum": "copied_alpha",
+    "drafted": "drafted",
+    "drafted_sum": "drafted_alpha",
+}
 Measurements = Mapping[str, Any]
 """Lists with an entry per text, by name."""
 Observer = Callable[[Positions], Measurements]
@@ -110,7 +121,7 @@ def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Co
 class _Batch:
     """Rows side by side, padded on the right, and the N positions that predict a response token.
 
-    start: number of the first row. row, column: where a position lies. place: index of the
+    start: number of the first row. row, column: where a position lies. index: of the
     predicted token `x` in its continuation.
     """
 
@@ -121,7 +132,7 @@ class _Batch:
     lengths_B: Tensor
     row_N: Tensor
     column_N: Tensor
-    place_N: Tensor
+    index_N: Tensor
     x_N1: Tensor
 
     @classmethod
@@ -144,25 +155,25 @@ class _Batch:
             lengths_B=lengths_B,
             row_N=row_N,
             column_N=column_N,
-            place_N=column_N - prompt_B[row_N] + 1,
+            index_N=column_N - prompt_B[row_N] + 1,
             x_N1=ids_BS[row_N, column_N + 1].unsqueeze(1),
         )
 
     def candidates(self, seed: int, most: int) -> Tensor:
-        """Uniforms `[B, L, K]` for the candidates of each place. They come from the row's own
+        """Uniforms `[B, L, K]` for the candidates of each position. They come from the row's own
         stream, the same for every draft and batch.
         """
         u_BLK = torch.zeros(len(self.rows), int(self.lengths_B.max()), most, dtype=torch.double)
         for b, row in enumerate(self.rows if most > 1 else ()):
             stream = generator(row_seed(seed, f"{row.id}/candidates"))
-            places = len(row.output_ids)
-            u_BLK[b, :places] = uniforms([stream], places * most).view(-1, most)
+            indices = len(row.output_ids)
+            u_BLK[b, :indices] = uniforms([stream], indices * most).view(-1, most)
         return u_BLK
 
 
 @dataclass(frozen=True, eq=False)
 class _Drafted:
-    """A draft's logits at every position, for the token `depth` places after the next one.
+    """A draft's logits at every position, for the token `depth` indices after the next one.
 
     sure: `Network.confidence` of these tokens, if the draft predicts it.
     """
@@ -196,9 +207,9 @@ class _Reader:
     def __post_init__(self) -> None:
         self.depths = max((method.shape.depth for method in self.methods), default=1)
         self.ranks = ranks_needed(self.methods, self.sampling)
-        # Whether to record each token's place in the draft's order, which costs a pass over the
+        # Whether to record where the draft orders each token, which costs a pass over the
         # vocabulary.
-        self.places = self.sampling.greedy or any(
+        self.reads_order = self.sampling.greedy or any(
             method.verifier == "naive" for method in self.methods
         )
         # Each model once, under the name of the draft that it is, if there is one.
@@ -270,21 +281,13 @@ class _Reader:
         if not isinstance(draft, CopyingDraft | JoinedDraft):
             assert own is not None
             return own
-        copied = copied_traces(
-            batch.rows,
-            p_NV,
-            batch.row_N,
-            batch.place_N,
-            self.depths,
-            list(self.ranks),
-            copier_of(draft),
-        )
+        copied = copied_traces(batch.rows, p_NV, self.depths, list(self.ranks), copier_of(draft))
         return copied if own is None else joined_traces(copied, own)
 
     def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:
         shape = (len(batch.rows), int(batch.lengths_B.max()))
         arrays = {key: np.zeros((1, *shape)) for key in ("alpha", "greedy", "match", "missing")}
-        for key in ("ratio", "belief", "place"):
+        for key in ("ratio", "belief", "order"):
             arrays[key] = np.zeros((depths, *shape))
         for rule, count in self.ranks.items():
             arrays[rule] = np.zeros((depths, *shape, count))
@@ -320,10 +323,10 @@ class _Reader:
             values["belief"] = belief_NV.gather(1, x_N1)
         else:
             values["belief"] = drafted.sure_N[n_N - depth].unsqueeze(1)
-        if self.places:
-            values["place"] = _place_in_order(logits_NV, x_N1)
+        if self.reads_order:
+            values["order"] = _order_of(logits_NV, x_N1)
         rows = batch.row_N[n_N].tolist()
-        places = batch.place_N[n_N].tolist()
+        indices = batch.index_N[n_N].tolist()
         if not depth:
             # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
             alpha_N = acceptance(p_NV, q_NV).double()
@@ -335,11 +338,11 @@ class _Reader:
             positions = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
             self._observe(drafted.name, positions, part)
         for key, value in values.items():
-            arrays[key][depth, rows, places] = _numpy(value[:, 0])
-        u_NK = u_BLK[rows, places].to(q_NV.device)
+            arrays[key][depth, rows, indices] = _numpy(value[:, 0])
+        u_NK = u_BLK[rows, indices].to(q_NV.device)
         for rule, count in self.ranks.items():
             chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
-            arrays[rule][depth, rows, places] = _numpy(chances_NK)
+            arrays[rule][depth, rows, indices] = _numpy(chances_NK)
 
     def _observe(self, name: str, positions: Positions, part: _Part) -> None:
         """Ask all observers, unless the model drafts only behind lookup."""
@@ -370,8 +373,8 @@ def _numpy(values: Tensor) -> Floats:
     return array
 
 
-def _place_in_order(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
-    """The place of token x among all tokens by logit, from 1; beyond all if the draft lacks it."""
+def _order_of(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
+    """Where token x is in the order of all logits, from 1; beyond all if the draft lacks it."""
     own_N1 = logits_NV.gather(1, x_N1)
     ids_V = torch.arange(logits_NV.shape[1], device=x_N1.device)
     ahead_NV = (logits_NV > own_N1) | ((logits_NV == own_N1) & (ids_V < x_N1))
@@ -452,7 +455,8 @@ def measure_alphas(
     measured: dict[str, AlphaMeasurement] = {}
     for name, draft in drafts.items():
         if isinstance(draft, CopyingDraft) and not draft.reads_text:
-            measured[name] = _not_read(len(rows))
+            nothing = Traces.of_nothing(len(rows))
+            measured[name] = _measurement(nothing, {}, {})
         else:
             readable[name] = draft
     traces, observed = read_traces(
@@ -470,43 +474,15 @@ def measure_alphas(
     return measured
 
 
-def _not_read(texts: int) -> AlphaMeasurement:
-    """Return the measurement of a draft at no position."""
-    zeros = [0.0] * texts
-    return AlphaMeasurement(
-        sum=zeros,
-        greedy=zeros,
-        match=zeros,
-        missing=zeros,
-        count=[0] * texts,
-        roots={},
-        predicted={},
-        diagnosis=None,
-    )
-
-
 def _measurement(
     read: Traces, observed: Mapping[str, Any], predicted: dict[str, PredictedCounts]
 ) -> AlphaMeasurement:
     roots = dict(observed)
     diagnosis = roots.pop("diagnosis", None)
-    measurement = AlphaMeasurement(
-        sum=read.sums("alpha"),
-        greedy=read.sums("greedy"),
-        match=read.sums("match"),
-        missing=read.sums("missing"),
-        count=read.lengths_P.tolist(),
-        roots=roots,
-        predicted=predicted,
-        diagnosis=diagnosis,
-    )
-    if "copied" in read.values:
-        measurement["copied"] = read.sums("copied")
-        measurement["copied_sum"] = read.sums("copied_alpha")
-    if "drafted" in read.values:
-        measurement["drafted"] = read.sums("drafted")
-        measurement["drafted_sum"] = read.sums("drafted_alpha")
-    return measurement
+    measurement: Any = {key: read.sums(of) for key, of in SUMS.items() if of in read.values}
+    measurement["count"] = read.lengths_P.tolist()
+    measurement |= {"roots": roots, "predicted": predicted, "diagnosis": diagnosis}
+    return cast(AlphaMeasurement, measurement)
 
 
 def _is_read(draft: AnyDraft, method: Method) -> bool:

@@ -1,19 +1,12 @@
-"""Write figures as text: numbers, shares, intervals, bytes, names of trees; and the words of a
-report.
-"""
+"""Write figures as text: numbers, shares, intervals, bytes, names of trees."""
 
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from draftsmith.eval.schema import SuiteKind
 
-# The sentences, captions, notes and columns of a report.
-_WORDS = Path(__file__).parent / "templates" / "words.yaml"
-WORDS: dict[str, Any] = yaml.safe_load(_WORDS.read_text(encoding="utf-8"))
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "in distribution", "ood": "out of distribution"}
@@ -38,7 +31,8 @@ def points(gain: Figure | None) -> str:
     """The size of a difference of shares in percentage points."""
     if gain is None or gain["value"] is None:
         return NONE
-    return f"{number(abs(gain['value']) * 100, 1)} points"
+    size = abs(gain["value"])
+    return f"{number(size * 100, 1)} points"
 
 
 def with_interval(

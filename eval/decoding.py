@@ -1,0 +1,288 @@
+"""Decode prompt sets for real: the target alone, then every draft against it, counted and timed.
+
+Each result is plain JSON, kept on disk as one measurement of the evaluation. Lists are in the order
+of the prompts.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, TypedDict
+
+import torch
+from transformers import PreTrainedModel
+
+from draftsmith.core.models import (
+    eos_ids,
+)
+from draftsmith.core.progress import Tick, no_tick
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.ranks import divided
+from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.decode import (
+    BatchOutput,
+    Generation,
+    SpeculativeDecoder,
+    Tree,
+    takes_trees,
+)
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
+from draftsmith.eval.method import Method
+
+WARM_UP_TOKENS = 8
+# Trees of one level separate the cost of drafting from that of verifying.
+# Number of prompts that such trees are timed on.
+COST_PROMPTS = 2
+# Most nodes of such a tree.
+MOST_NODES = 64
+# Counts of `decode.stats` that are kept per prompt.
+COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
+COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
+# Of a joined draft: calls in which lookup copied, tokens accepted from lookup and from the model.
+BY_SOURCE = ("copied_calls", "copied_accepted", "drafted_accepted")
+
+
+class BaselineMeasurement(TypedDict):
+    """The target's own continuations, shared by all drafts so that everything is paired by
+    prompt.
+    """
+
+    output_ids: list[list[int]]
+    finish_reason: list[str]
+
+
+class Identity(TypedDict):
+    """How many greedy outputs equal the target's own."""
+
+    same: int
+    of: int
+    # Of the outputs that differ: largest gap between the target's logits of the two first tokens
+    # that differ.
+    largest_gap: float | None
+
+
+class SpeedRun(TypedDict):
+    """Counts and seconds per prompt of one method. `draft` is None for the target alone."""
+
+    draft: str | None
+    tree: str | None
+    verifier: str | None
+    emitted: list[int]
+    target_calls: list[int]
+    depth_sum: list[int]
+    prefill_s: list[float]
+    decode_s: list[float]
+
+
+class SpeedMeasurement(TypedDict):
+    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
+    and after.
+
+    `one_level`: runs of the first prompts with a tree of one level and as many nodes; each has the
+    draft, tree and verifier of the run that it belongs to.
+    """
+
+    prompt_ids: list[str]
+    runs: list[SpeedRun]
+    one_level: list[SpeedRun]
+    load: list[float]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A decoder that is timed. `one_level`: its tree stands for the method's nodes as one level."""
+
+    decoder: SpeculativeDecoder
+    draft: str | None = None
+    method: Method | None = None
+    one_level: bool = False
+    outputs: list[BatchOutput] = field(default_factory=list)
+
+    def run(self) -> SpeedRun:
+        """Return counts and seconds of the outputs."""
+        rows = [output.generations[0] for output in self.outputs]
+        return SpeedRun(
+            draft=self.draft,
+            tree=self.method.tree if self.method else None,
+            verifier=self.method.verifier if self.method else None,
+            emitted=[len(row.output_ids) for row in rows],
+            target_calls=[row.stats.target_calls for row in rows],
+            depth_sum=[row.stats.depth_sum for row in rows],
+            prefill_s=[output.prefill_s for output in self.outputs],
+            decode_s=[output.decode_s for output in self.outputs],
+        )
+
+
+def decoder_of(target: PreTrainedModel, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
+    """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
+    return SpeculativeDecoder(target, proposer_of(draft), method.shape, method.verifier)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished
+    prompts.
+    """
+
+    target: PreTrainedModel
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    eos: Sequence[int]
+    max_new_tokens: int
+    seed: int
+    batch_size: int = 1
+
+    def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
+        """Continue every prompt with the target alone."""
+        rows = self._decode(SpeculativeDecoder(self.target), None, tick)
+        return BaselineMeasurement(
+            output_ids=[row.output_ids for row in rows],
+            finish_reason=[row.finish_reason for row in rows],
+        )
+
+    def decoding(
+        self,
+        draft: AnyDraft,
+        method: Method,
+        expected: BaselineMeasurement,
+        tick: Tick = no_tick,
+    ) -> dict[str, Any]:
+        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt, and
+        `BY_SOURCE` of a joined draft.
+
+        `identical` compares greedy outputs with the target's own (`_identical`); None above
+        temperature 0.
+        """
+        rows = self._decode(decoder_of(self.target, draft, method), method, tick)
+        counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
+        counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
+        if isinstance(draft, JoinedDraft):
+            counts["copied_calls"] = [row.stats.copied_calls for row in rows]
+            counts["copied_accepted"] = [row.stats.copied_accepted for row in rows]
+            pairs = zip(counts["accepted"], counts["copied_accepted"], strict=True)
+            counts["drafted_accepted"] = [accepted - copied for accepted, copied in pairs]
+        outputs = [row.output_ids for row in rows]
+        greedy = self.sampling.greedy
+        counts["identical"] = self._identical(outputs, expected) if greedy else None
+        return counts
+
+    def speed(
+        self,
+        drafts: Mapping[str, AnyDraft],
+        methods: Mapping[str, Sequence[Method]],
+        costs_of: Method | None = None,
+        tick: Tick = no_tick,
+    ) -> SpeedMeasurement:
+        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
+        order. On the first prompts, also time every draft on one level of as many nodes as the
+        method `costs_of` has.
+
+        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
+        of warm caches. Each is warmed up once before the clock counts.
+        """
+        load = os.getloadavg()[0]
+        contenders = [Contender(SpeculativeDecoder(self.target))]
+        for name, draft in drafts.items():
+            for method in methods[name]:
+                decoder = decoder_of(self.target, draft, method)
+                contenders.append(Contender(decoder, name, method))
+            # A copied token costs no forward of a draft.
+            if costs_of is None or isinstance(draft, CopyingDraft | JoinedDraft):
+                continue
+            # A level of several nodes is a tree, which not every model can verify or draft.
+            if takes_trees(self.target, draft):
+                decoder = self._one_level(draft, costs_of)
+                contenders.append(Contender(decoder, name, costs_of, one_level=True))
+        for contender in contenders:
+            tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
+            self._generate(contender.decoder, self.prompts[:1], contender.method, tokens)
+        for index, prompt in enumerate(self.prompts):
+            turn = index % len(contenders)
+            for contender in contenders[turn:] + contenders[:turn]:
+                if contender.one_level and index >= COST_PROMPTS:
+                    continue
+                output = self._generate(
+                    contender.decoder, [prompt], contender.method, self.max_new_tokens
+                )
+                contender.outputs.append(output)
+                tick(0 if contender.one_level else 1)
+        return SpeedMeasurement(
+            prompt_ids=[prompt.id for prompt in self.prompts],
+            runs=[contender.run() for contender in contenders if not contender.one_level],
+            one_level=[contender.run() for contender in contenders if contender.one_level],
+            load=[load, os.getloadavg()[0]],
+        )
+
+    def _one_level(self, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
+        """Return a decoder of one level with as many nodes as a method has."""
+        nodes = min(method.shape.size, MOST_NODES)
+        # A verifier of chains takes one candidate a level: the cheapest rule for several stands in.
+        rule = "exact" if method.shape.size == method.shape.depth else method.verifier
+        return SpeculativeDecoder(self.target, proposer_of(draft), Tree((-1,) * nodes), rule)
+
+    def _decode(
+        self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick
+    ) -> list[Generation]:
+        """All prompts, batch by batch. Batches are the same however many processes divide them."""
+
+        def decode(index: int) -> list[Generation]:
+            rows = self.prompts[index * self.batch_size : (index + 1) * self.batch_size]
+            batch = self._generate(decoder, rows, method, self.max_new_tokens)
+            tick(len(rows))
+            return batch.generations
+
+        batches = math.ceil(len(self.prompts) / self.batch_size)
+        return list(chain.from_iterable(divided(batches, decode)))
+
+    def _generate(
+        self,
+        decoder: SpeculativeDecoder,
+        rows: Sequence[Prompt],
+        method: Method | None,
+        tokens: int,
+    ) -> BatchOutput:
+        # All drafts share a random stream of a prompt, which makes their differences less noisy.
+        stream = str(self.sampling.temperature)
+        if method:
+            stream += f"/{method.tree}/{method.verifier}"
+        seeds = [generator(row_seed(self.seed, f"{row.id}/{stream}")) for row in rows]
+        return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
+
+    @torch.inference_mode()
+    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identity:
+        """Compare greedy outputs with the target's own."""
+        gaps = []
+        for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
+            if ours == theirs:
+                continue
+            # Outputs end at the same end tokens and length, so neither is the beginning of the
+            # other.
+            same = [a == b for a, b in zip(ours, theirs, strict=False)]
+            shared = same.index(False)
+            ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
+            logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
+            gap = logits_V[ours[shared]] - logits_V[theirs[shared]]
+            gaps.append(abs(float(gap)))
+        return Identity(
+            same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None)
+        )
+
+
+def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
+    """Prompts with what the target wrote, as `reading.measure_alphas` takes them."""
+    outputs = baseline["output_ids"]
+    return [
+        Continuation(prompt.id, prompt.ids, output)
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def answers(
+    target: PreTrainedModel, prompts: Sequence[Prompt], sampling: Sampling, **options: Any
+) -> list[Continuation]:
+    """Continue prompts with the target up to its own end tokens; `options` as for `Task`."""
+    task = Task(target, prompts, sampling, eos_ids(target), **options)
+    return continuations(prompts, task.baseline())
