@@ -51,6 +51,11 @@ class PromptSums:
         return float(self.numerator_P.sum()) / below if below else None
 
     @property
+    def shares(self) -> bool:
+        """Whether no ratio exceeds 1, as of shares of prompts, positions or mass."""
+        return bool((self.numerator_P <= self.denominator_P).all())
+
+    @property
     def mean_per_prompt(self) -> float | None:
         """Mean of the ratios of prompts that have one."""
         has = self.denominator_P > 0
@@ -173,10 +178,9 @@ def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds:
 
 def estimate(sums: PromptSums, picks: Resamples, most: float = math.inf) -> Estimate:
     """Pooled ratio with its interval, which ends at `most`."""
-    # Shares of prompts, positions or mass are at most 1; counts per target call are at least 1.
-    more_P = sums.numerator_P - sums.denominator_P
-    most = 1.0 if (more_P <= 0).all() else most
-    least = 1.0 if (more_P >= 0).all() else 0.0
+    most = 1.0 if sums.shares else most
+    # Counts per target call are at least 1.
+    least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
     return _estimate(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
 
 
@@ -197,8 +201,7 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     value = new.pooled
     if value is not None:
         value = None if base.pooled is None else value - base.pooled
-    shares = all((sums.numerator_P <= sums.denominator_P).all() for sums in (new, base))
-    most = 1.0 if shares else math.inf
+    most = 1.0 if new.shares and base.shares else math.inf
     return _estimate(value, Gain(new, base, picks).of_resamples(), picks, least=-most, most=most)
 
 

@@ -171,7 +171,8 @@ def without_timings(directory: str | Path) -> EvalConfig:
     """Remove the timings of an evaluation and return its options: `evaluate` measures only them
     again.
     """
-    options = found_again(Results.load(directory).document["config"], str(directory))
+    results = Results.load(directory)
+    options = found_again(results.document["config"], str(directory))
     for cell in Path(directory).glob("cells/*.json"):
         if "one_level" in read_json(cell, "a measurement"):
             cell.unlink()

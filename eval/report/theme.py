@@ -44,8 +44,10 @@ class Look:
 
     def marker(self, draft: str) -> str:
         """The marker of a draft, so that colour is never the only difference."""
+        if self.roles[draft] == "base":
+            return "o"
         aligned = [name for name, role in self.roles.items() if role != "base"]
-        return _MARKERS[aligned.index(draft) % len(_MARKERS)] if draft in aligned else "o"
+        return _MARKERS[aligned.index(draft) % len(_MARKERS)]
 
 
 def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:
