@@ -193,13 +193,7 @@ class Planner:
 
     def batches(self, count: int) -> list[Sequence[tuple[int, ...]]]:
         """Token ids of the first `count` batches of prompts."""
-        return self._first([prompt.ids for prompt in self.prompts], count)
-
-    def _first(self, values: Sequence[T], count: int) -> list[Sequence[T]]:
-        """The first `count` batches of values by prompt, or all."""
-        size = self.batch_size
-        starts = range(0, min(len(values), count * size), size)
-        return [values[start : start + size] for start in starts]
+        return _batches([prompt.ids for prompt in self.prompts], self.batch_size, count)
 
     @cached_property
     def groups(self) -> list[int]:
@@ -210,7 +204,7 @@ class Planner:
         """The group of each of the first `count` batches: those that share a group of prompts are
         one.
         """
-        return Groups(self._first(self.groups, count)).numbers()
+        return Groups(_batches(self.groups, self.batch_size, count)).numbers()
 
     def answers(self) -> list[Continuation]:
         """Continue the prompts with the target; stop after 30 % of the time."""
@@ -401,6 +395,12 @@ class Expected:
                     if not tree.is_chain:
                         add("grown", None, tree)
         return sorted(found.values(), key=lambda candidate: -candidate.rate)
+
+
+def _batches(values: Sequence[T], size: int, count: int) -> list[Sequence[T]]:
+    """The first `count` batches of values by prompt, or all."""
+    starts = range(0, min(len(values), count * size), size)
+    return [values[start : start + size] for start in starts]
 
 
 def _family(spec: str) -> str:
