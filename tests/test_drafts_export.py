@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import gguf
 import pytest
@@ -35,6 +35,7 @@ from draftsmith.core.io import read_json
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith.core.record import read_record
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.config import Format
 from draftsmith.drafts.heads import Head, load_head, save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -312,16 +313,7 @@ def test_the_command(target, tmp_path, capsys):
     assert main([*words, "sglang", "--out", str(tmp_path / "full")]) == 2
     assert "files that no export wrote" in capsys.readouterr().err
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
-    assert {form for form, _ in WRITERS} == {
-        "hf",
-        "eagle",
-        "sglang",
-        "speculators",
-        "medusa",
-        "dflash",
-        "mtp",
-        "gguf",
-    }
+    assert {form for form, _ in WRITERS} == set(get_args(Format))
 
 
 def test_an_export_keeps_what_the_draft_was_trained_on_and_for(target, tmp_path):

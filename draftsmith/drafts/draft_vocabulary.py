@@ -123,7 +123,8 @@ def from_offsets(d2t: Tensor, size: int) -> Tensor | None:
         return None
     ids_D = d2t + torch.arange(len(d2t), device=d2t.device)
     differ = len(ids_D.unique()) == len(ids_D)
-    return ids_D if differ and bool((ids_D >= 0).all() and (ids_D < size).all()) else None
+    known_D = (ids_D >= 0) & (ids_D < size)
+    return ids_D if differ and known_D.all() else None
 
 
 class DraftVocabulary(nn.Module):

@@ -63,8 +63,8 @@ class Model:
 
 def path_trap(path: str) -> str | None:
     """Return the word in the path that makes vLLM load the draft as a head."""
-    whole = str(Path(path).resolve()).lower()
-    return next((word for word in PATH_TRAPS if word in whole), None)
+    whole = Path(path).resolve()
+    return next((word for word in PATH_TRAPS if word in str(whole).lower()), None)
 
 
 def _rope_type(config: object) -> str:

@@ -323,8 +323,9 @@ def load_source(
     }
     target = None
     tokenizer = None
-    target_name = target_name or (None if kind is None else read_record(Path(name)).get("target"))
-    if target_name is not None:
+    if not target_name and kind is not None:
+        target_name = read_record(Path(name)).get("target")
+    if target_name:
         target = load_model(target_name, **options, revision=revision)
         tokenizer = find_tokenizer(target_name, trust_remote_code, revision)
     draft: Draft

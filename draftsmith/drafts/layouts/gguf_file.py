@@ -190,7 +190,7 @@ def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
         raise RunError(f"{file}: read back, its tensors differ: {', '.join(differing)}")
     largest = 0.0
     for name, tensor in written.items():
-        difference = float((read[name].float() - tensor.float()).abs().max())
+        difference = float(torch.dist(read[name].float(), tensor.float(), torch.inf))
         if exact and difference != 0:
             raise RunError(f"{file}: read back, '{name}' is off by {difference:.2g}")
         largest = max(largest, difference)

@@ -56,7 +56,8 @@ class HeadFiles:
         d2t = self.tensors.pop("d2t", None)
         t2d = self.tensors.pop("t2d", None)
         if d2t is None and t2d is not None:
-            d2t = offsets(t2d.bool().nonzero().flatten())
+            (drafted_D,) = t2d.nonzero(as_tuple=True)
+            d2t = offsets(drafted_D)
         drafted = self.values["draft_vocab_size"]
         if drafted == size:
             return torch.arange(size)

@@ -74,7 +74,8 @@ def find_layers(names: Iterable[str]) -> FoundLayers | None:
             if match := re.fullmatch(layer.join, name):
                 starts[int(match.groupdict().get("i", 0))] = match["start"]
         if starts:
-            return FoundLayers(layer, tuple(starts[i] for i in sorted(starts)))
+            numbers = sorted(starts)
+            return FoundLayers(layer, tuple(starts[i] for i in numbers))
     return None
 
 

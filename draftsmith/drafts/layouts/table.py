@@ -8,7 +8,13 @@ from draftsmith.drafts.layouts import block, eagle, eagle3, medusa, mtp
 from draftsmith.drafts.layouts.layout import Layout, Names
 from draftsmith.drafts.tables import read_table
 
-_FUNCTIONS = block.FUNCTIONS | eagle.FUNCTIONS | eagle3.FUNCTIONS | medusa.FUNCTIONS | mtp.FUNCTIONS
+_FUNCTIONS = {
+    **block.FUNCTIONS,
+    **eagle.FUNCTIONS,
+    **eagle3.FUNCTIONS,
+    **medusa.FUNCTIONS,
+    **mtp.FUNCTIONS,
+}
 # The first layout that knows a directory reads it.
 LAYOUTS: dict[str, Layout] = {
     name: Layout(**row, **vars(_FUNCTIONS[name]))

@@ -63,7 +63,8 @@ def prune(
         )
     family = FAMILIES[kind]
     layers: Any = target.get_submodule(family.layers)
-    width = int(_by_inputs(layers[0].get_submodule(family.down)).shape[0])
+    down = layers[0].get_submodule(family.down)
+    width = len(_by_inputs(down))
     wanted_width = _within("intermediate_size", intermediate_size, width)
     wanted_layers = _within("num_layers", num_layers, len(layers))
     kept = _kept(keep, wanted_layers, len(layers))

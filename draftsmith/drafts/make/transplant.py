@@ -81,12 +81,12 @@ def transplant(
     config.tie_word_embeddings = False
     moved_to = type(donor)(config)
     nn.Module.to(moved_to, dtype=donor.dtype, device=donor.device)
-    weights = dict(donor.state_dict())
-    for name, module in donor.named_modules():
-        if module is embedding or module is output:
-            weights.pop(f"{name}.weight", None)
-            weights.pop(f"{name}.bias", None)
-    moved_to.load_state_dict(weights, strict=False)
+    # Tensors of another size are those of the vocabulary, which are filled below.
+    weights = moved_to.state_dict()
+    for name, tensor in donor.state_dict().items():
+        if tensor.shape == weights[name].shape:
+            weights[name] = tensor
+    moved_to.load_state_dict(weights)
     new_embedding = moved_to.get_input_embeddings()
     new = moved_to.get_output_embeddings()
     assert isinstance(new_embedding, nn.Embedding) and isinstance(new, nn.Linear)
