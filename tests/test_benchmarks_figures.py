@@ -4,15 +4,16 @@ import shutil
 
 import pytest
 
+from benchmarks.lib.places import ROOT
 from benchmarks.studies import figures
 from benchmarks.studies.frontier_tables import Sets, document_of
 from draftsmith.eval.bootstrap import PromptSums
 
 
 def test_the_tables_of_the_docs_are_those_of_the_kept_results(tmp_path):
-    shutil.copytree(figures.ROOT / "docs", tmp_path / "docs")
-    shutil.copy(figures.ROOT / "README.md", tmp_path)
-    evidence = {page.name: page.table for page in figures.pages(figures.ROOT)}
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    shutil.copy(ROOT / "README.md", tmp_path)
+    evidence = {page.name: page.table for page in figures.pages(ROOT)}
     for name, table in evidence.items():
         (tmp_path / "docs" / "results" / f"{name}.md").unlink()
         emptied = "\n".join(table.split("\n")[:2])
@@ -21,7 +22,7 @@ def test_the_tables_of_the_docs_are_those_of_the_kept_results(tmp_path):
     figures.tables(tmp_path)
     pages = [f"docs/{folder}/{name}.md" for folder in ("evidence", "results") for name in evidence]
     for page in ("README.md", "docs/evidence/reproduction.md", *pages):
-        assert (tmp_path / page).read_text() == (figures.ROOT / page).read_text(), page
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
 
 
 def test_results_are_kept_without_the_paths_of_the_machine(tmp_path):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.sets import ROOT
+from benchmarks.lib.places import ROOT
 from benchmarks.studies import real_speed, real_study
 from benchmarks.studies.real_pair import best, run
 from benchmarks.studies.real_study import TINY, Options, Study, data, keep_set

@@ -4,9 +4,10 @@ which most have recurrent or convolution layers, or none that others have.
 
 import pytest
 
+from benchmarks.lib.places import ROOT
 from benchmarks.lib.tiny_types import causal_types
 from benchmarks.studies.causal_types import CHECKS, examine
-from benchmarks.studies.figures import ROOT, kept
+from benchmarks.studies.figures import kept
 
 # Drafts with a state and MTP heads have tests of their own.
 CHECKED = [check for check in CHECKS if check not in ("teach MTP", "draft chains")]

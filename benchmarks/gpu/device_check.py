@@ -15,10 +15,9 @@ and transformers alone; nothing is downloaded.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    # Python puts this directory first, where decode.py and train.py would hide the packages.
-    sys.path[0] = str(ROOT)
+    # Python puts this directory first.
+    sys.path[0] = str(Path(__file__).parents[2])
 
 import argparse
 import json
@@ -27,12 +26,12 @@ import subprocess
 import tempfile
 import time
 import traceback
-from typing import Any
 
 import torch
 
 from benchmarks.gpu.device_measure import Check
 from benchmarks.gpu.device_sections import SECTIONS
+from benchmarks.lib.places import ROOT
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.provenance import git_commit, versions
@@ -43,7 +42,8 @@ _GRACE_S = 5  # between a section's own limit and the end of its process
 
 def parser() -> argparse.ArgumentParser:
     """The options; argparse, because pydantic may be missing here."""
-    made = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    title = (__doc__ or "").splitlines()[0]
+    made = argparse.ArgumentParser(description=title)
     made.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     made.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu")
     made.add_argument(
@@ -56,12 +56,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def limit_s(name: str, tiny: bool) -> int:
+    """Seconds that a section may take."""
+    return SECTIONS[name][1] * (_PATIENCE if tiny else 1)
+
+
 def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
     """Run one section in this process; `out` is written anew with each figure."""
-    function, limit_s = SECTIONS[name]
     found: JsonObject = {}
 
-    def report(key: str, value: Any) -> None:
+    def report(key: str, value: object) -> None:
         found[key] = value
         write_text_atomic(out, json.dumps(found))
 
@@ -69,10 +73,9 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
         # fp32 is fp32 here: outputs are compared token for token.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+    check = Check(device, tiny, time.monotonic() + limit_s(name, tiny), report)
     try:
-        function(
-            Check(device, tiny, time.monotonic() + limit_s * (_PATIENCE if tiny else 1), report)
-        )
+        SECTIONS[name][0](check)
     except Exception:
         report("error", traceback.format_exc(limit=-4))
         raise SystemExit(1) from None
@@ -80,33 +83,41 @@ def run_here(name: str, device: torch.device, tiny: bool, out: Path) -> None:
 
 def run_apart(name: str, options: argparse.Namespace) -> JsonObject:
     """Run one section in a process of its own, at most as long as it may take."""
-    limit_s = SECTIONS[name][1] * (_PATIENCE if options.tiny else 1) + _GRACE_S
-    words = [
-        sys.executable,
-        __file__,
-        "--run",
-        name,
-        "--device",
-        options.device,
-        *(["--tiny"] if options.tiny else []),
-    ]
+    patience_s = limit_s(name, options.tiny) + _GRACE_S
+    words = [sys.executable, __file__, "--run", name, "--device", options.device]
+    if options.tiny:
+        words.append("--tiny")
+    path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "found.json"
+        words += ["--out", str(out)]
         began = time.monotonic()
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        }
         try:
-            done = subprocess.run(
-                [*words, "--out", str(out)], timeout=limit_s, env=environment, capture_output=True
-            )
+            done = subprocess.run(words, timeout=patience_s, env=environment, capture_output=True)
             ended: JsonObject = {"exit_code": done.returncode}
             if done.returncode:
                 ended["stderr"] = done.stderr.decode(errors="replace")[-2000:]
         except subprocess.TimeoutExpired:
-            ended = {"exit_code": None, "error": f"cut after {limit_s} s"}
+            ended = {"exit_code": None, "error": f"cut after {patience_s} s"}
         found = json.loads(out.read_text()) if out.exists() else {}
-        return {"seconds": round(time.monotonic() - began, 1), "figures": found, **ended}
+        seconds = round(time.monotonic() - began, 1)
+        return {"seconds": seconds, "figures": found, **ended}
+
+
+def setting(device: torch.device, tiny: bool) -> JsonObject:
+    """Where this is measured."""
+    on_cuda = device.type == "cuda"
+    properties = torch.cuda.get_device_properties(device) if on_cuda else None
+    return {
+        "device": properties.name if properties else "cpu",
+        "memory_GB": properties.total_memory / 1e9 if properties else None,
+        "cuda": torch.version.cuda,
+        "cores": os.cpu_count(),
+        "tiny": tiny,
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -116,28 +127,17 @@ def main(argv: list[str] | None = None) -> int:
     if options.run is not None:
         run_here(options.run, device, options.tiny, Path(options.out))
         return 0
-    result: JsonObject = {
-        "setting": {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "memory_GB": torch.cuda.get_device_properties(device).total_memory / 1e9
-            if device.type == "cuda"
-            else None,
-            "cuda": torch.version.cuda,
-            "cores": os.cpu_count(),
-            "tiny": options.tiny,
-            "versions": versions(),
-            "git_commit": git_commit(),
-        }
-    }
+    result: JsonObject = {"setting": setting(device, options.tiny)}
+    failed = False
     for name in options.sections:
-        result[name] = run_apart(name, options)
-        sys.stderr.write(
-            f"{name}: {result[name]['seconds']} s, exit code {result[name]['exit_code']}\n"
-        )
+        ended = run_apart(name, options)
+        result[name] = ended
+        failed |= ended["exit_code"] != 0
+        sys.stderr.write(f"{name}: {ended['seconds']} s, exit code {ended['exit_code']}\n")
         if options.out is not None:
             write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
     sys.stdout.write(json.dumps(result, indent=2) + "\n")
-    return int(any(result[name]["exit_code"] != 0 for name in options.sections))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ class Check:
     device: torch.device
     tiny: bool
     until: float
-    report: Callable[[str, Any], None]
+    report: Callable[[str, object], None]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,4 +57,5 @@ class Check:
         found: dict[str, float] = {}
         reset_peak_memory(self.device)
         yield found
-        found["GB"] = round(peak_memory(self.device)[0] / 1e9, 3)
+        most, _ = peak_memory(self.device)
+        found["GB"] = round(most / 1e9, 3)

@@ -27,11 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-ROOT = Path(__file__).resolve().parents[2]
-TARGET = ROOT / "draftsmith" / "demo" / "pair" / "target"
-DRAFT = ROOT / "configs" / "bench" / "draft"
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class Shape:
     head: int
     vocabulary: int
 
-    def config(self, eps: float = 1e-5, positions: int = 8192) -> LlamaConfig:
+    def config(self) -> LlamaConfig:
         """The configuration; no token ends a text."""
         return LlamaConfig(
             vocab_size=self.vocabulary,
@@ -56,8 +52,8 @@ class Shape:
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head,
-            max_position_embeddings=positions,
-            rms_norm_eps=eps,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
             tie_word_embeddings=False,
             bos_token_id=None,
             eos_token_id=None,
@@ -97,8 +93,6 @@ def enlarged(
     large = random_model(shape, device, dtype)
     width = old.hidden_size
     ratio = old.hidden_size / shape.hidden
-    group = shape.heads // shape.kv_heads
-    spacing = shape.head // old.head_dim
     if (
         old.num_attention_heads != old.num_key_value_heads
         or old.num_attention_heads > shape.kv_heads
@@ -108,58 +102,67 @@ def enlarged(
         if isinstance(module, LlamaRMSNorm):
             module.variance_epsilon = old.rms_norm_eps * ratio
     large.config.rms_norm_eps = old.rms_norm_eps * ratio
-    # Where dimension i of a head goes: pairs are (j, j + d/2).
-    half = old.head_dim // 2
-    dims = torch.arange(old.head_dim)
-    places = torch.where(dims < half, dims * spacing, (dims - half) * spacing + shape.head // 2)
-    heads = torch.arange(old.num_attention_heads).unsqueeze(1)
-    queries = (heads * group * shape.head + places).flatten().to(device)
-    values = (heads * shape.head + places).flatten().to(device)
-
-    def put(weight: Tensor, part: Tensor, rows: Tensor | slice, columns: Tensor | slice) -> None:
-        block = weight.new_zeros(weight[rows].shape)
-        block[:, columns] = part.to(weight)
-        weight[rows] = block
-
-    corner = slice(0, width)
     for index, layer in enumerate(large.model.layers):
-        attention = layer.self_attn
-        mlp = layer.mlp
         # New layers read nothing new and write nothing.
-        attention.o_proj.weight.zero_()
-        mlp.down_proj.weight.zero_()
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
         place, added = divmod(index * old.num_hidden_layers, shape.layers)
-        if added >= old.num_hidden_layers:
-            continue
-        trained = small.model.layers[place]
-        theirs = trained.self_attn
-        put(attention.q_proj.weight, theirs.q_proj.weight * spacing**0.5, queries, corner)
-        # else dimensions that no trained head has would add to the scores
-        attention.k_proj.weight.zero_()
-        put(attention.k_proj.weight, theirs.k_proj.weight, values, corner)
-        put(attention.v_proj.weight, theirs.v_proj.weight, values, corner)
-        out = attention.o_proj.weight
-        out[:width, queries] = theirs.o_proj.weight.to(out)
-        inner = old.intermediate_size
-        put(mlp.gate_proj.weight, trained.mlp.gate_proj.weight, slice(0, inner), corner)
-        put(mlp.up_proj.weight, trained.mlp.up_proj.weight, slice(0, inner), corner)
-        mlp.down_proj.weight[:width, :inner] = trained.mlp.down_proj.weight.to(out)
-        for ours, norm in (
-            (layer.input_layernorm, trained.input_layernorm),
-            (layer.post_attention_layernorm, trained.post_attention_layernorm),
-        ):
-            ours.weight[corner] = (norm.weight * ratio**0.5).to(out)
-    large.model.norm.weight[corner] = (small.model.norm.weight * ratio**0.5).to(
-        large.model.norm.weight
-    )
-    rare = int(small(torch.arange(0, old.vocab_size, 7)[None, :256]).logits[0].mean(0).argmin())
-    tokens = torch.arange(shape.vocabulary).where(
-        torch.arange(shape.vocabulary) < old.vocab_size, torch.tensor(rare)
-    )
+        if added < old.num_hidden_layers:
+            _fill(layer, small.model.layers[place], old, shape)
+    _put_norm(large.model.norm.weight, small.model.norm.weight, ratio)
+    some_1T = torch.arange(0, old.vocab_size, 7)[None, :256]
+    mean_V = small(some_1T).logits[0].mean(0)
+    tokens = torch.arange(shape.vocabulary)
+    tokens[old.vocab_size :] = mean_V.argmin()
     for theirs, ours in (
         (small.model.embed_tokens.weight, large.model.embed_tokens.weight),
         (small.lm_head.weight, large.lm_head.weight),
     ):
         ours.zero_()
-        ours[:, corner] = theirs[tokens].to(ours)
+        ours[:, :width] = theirs[tokens].to(ours)
     return large
+
+
+def _fill(
+    layer: LlamaDecoderLayer, trained: LlamaDecoderLayer, old: LlamaConfig, shape: Shape
+) -> None:
+    """Let a large layer compute what a trained one of that config does."""
+    assert old.head_dim is not None
+    width = old.hidden_size
+    inner = slice(0, old.intermediate_size)
+    attention = layer.self_attn
+    theirs = trained.self_attn
+    spacing = shape.head // old.head_dim
+    # Where dimension i of a head goes: pairs are (j, j + d/2).
+    half = old.head_dim // 2
+    dims = torch.arange(old.head_dim)
+    places = torch.where(dims < half, dims * spacing, (dims - half) * spacing + shape.head // 2)
+    heads = shape.head * torch.arange(old.num_attention_heads).unsqueeze(1)
+    group = shape.heads // shape.kv_heads
+    queries = (heads * group + places).flatten()
+    values = (heads + places).flatten()
+    _put(attention.q_proj.weight, theirs.q_proj.weight * spacing**0.5, queries)
+    # else dimensions that no trained head has would add to the scores
+    attention.k_proj.weight.zero_()
+    _put(attention.k_proj.weight, theirs.k_proj.weight, values)
+    _put(attention.v_proj.weight, theirs.v_proj.weight, values)
+    out = attention.o_proj.weight
+    out[:width, queries] = theirs.o_proj.weight.to(out)
+    _put(layer.mlp.gate_proj.weight, trained.mlp.gate_proj.weight, inner)
+    _put(layer.mlp.up_proj.weight, trained.mlp.up_proj.weight, inner)
+    layer.mlp.down_proj.weight[:width, inner] = trained.mlp.down_proj.weight.to(out)
+    ratio = width / shape.hidden
+    _put_norm(layer.input_layernorm.weight, trained.input_layernorm.weight, ratio)
+    _put_norm(layer.post_attention_layernorm.weight, trained.post_attention_layernorm.weight, ratio)
+
+
+def _put(weight: Tensor, part: Tensor, rows: Tensor | slice) -> None:
+    """Write rows of a large matrix that read nothing but what the small one reads."""
+    block = weight.new_zeros(weight[rows].shape)
+    block[:, : part.shape[1]] = part.to(weight)
+    weight[rows] = block
+
+
+def _put_norm(weight: Tensor, part: Tensor, ratio: float) -> None:
+    scaled = part * ratio**0.5
+    weight[: len(part)] = scaled.to(weight)

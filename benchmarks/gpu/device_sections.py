@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -19,17 +20,15 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from benchmarks.gpu.device_greedy import GREEDY, greedy
 from benchmarks.gpu.device_measure import Check
 from benchmarks.gpu.device_models import (
-    DRAFT,
     LLAMA_1B,
     LLAMA_8B,
-    ROOT,
-    TARGET,
     TINY_DRAFT,
     TINY_TARGET,
     Shape,
     enlarged,
     random_model,
 )
+from benchmarks.lib.places import DRAFT, ROOT, TARGET
 from benchmarks.speed.methods import Pair, build, decoder
 from draftsmith.core.errors import RunError, is_installed
 from draftsmith.core.io import JsonObject
@@ -53,18 +52,7 @@ def gpu_tests(check: Check) -> None:
     if not is_installed("pytest"):
         check.report("skipped", "pytest is not installed; pip install pytest")
         return
-    words = [
-        "-m",
-        "pytest",
-        "--noconftest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        "-rs",
-        "tests/test_gpu.py",
-    ]
+    words = "-m pytest --noconftest -q -m gpu -p no:cacheprovider -rs tests/test_gpu.py".split()
     done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
     check.report("exit_code", done.returncode)
     check.report("output", done.stdout[-4000:] + done.stderr[-1000:])
@@ -76,11 +64,9 @@ def passages(check: Check, count: int, tokens: int) -> list[list[int]]:
     """`count` held-out prompts of `tokens` tokens each; repeated where there are not so many."""
     tokenizer = load_tokenizer(str(TARGET))
     if check.tiny:  # reading the corpus takes longer than all the rest
-        return [list(range(2 + row, 2 + row + tokens)) for row in range(count)]
-    rows = (
-        encode_text(tokenizer, row["text"])[:tokens]
-        for row in corpus.passages("prose", corpus.split("prose").heldout)
-    )
+        return [list(range(begin, begin + tokens)) for begin in range(2, 2 + count)]
+    texts = corpus.passages("prose", corpus.split("prose").heldout)
+    rows = [encode_text(tokenizer, row["text"])[:tokens] for row in texts]
     found = [ids for ids in rows if len(ids) == tokens][:count]
     return [found[index % len(found)] for index in range(count)]
 
@@ -97,7 +83,8 @@ def decoding(check: Check) -> None:
     target_shape, draft_shape = shapes(check)
     target = enlarged(TARGET, target_shape, check.device, check.dtype)
     pair = Pair(target, enlarged(DRAFT, draft_shape, check.device, check.dtype))
-    check.report("parameters", [pair.target.num_parameters(), pair.draft.num_parameters()])
+    sizes = [model.num_parameters() for model in (pair.target, pair.draft)]
+    check.report("parameters", sizes)
     check.report("dtype", str(check.dtype))
     new, length, trees = (8, 16, TREES[:1]) if check.tiny else (64, 128, TREES)
     for batch in (1,) if check.tiny else (1, 8, 32):
@@ -107,11 +94,10 @@ def decoding(check: Check) -> None:
         check.report(
             f"batch {batch}, raw forward behind {length} tokens, ms by tokens per row", raw
         )
-        ways: list[tuple[str, bool | str]] = [
-            ("hf", False),
-            *([("hf-assisted", False)] if batch == 1 else []),
-        ]
-        ways += [(tree, backend) for tree in ("ar", *trees) for backend in (False, check.backend)]
+        ways: list[tuple[str, bool | str]] = [("hf", False)]
+        if batch == 1:
+            ways.append(("hf-assisted", False))
+        ways += product(("ar", *trees), (False, check.backend))
         if check.device.type == "cuda" and batch == 32:
             # Last, because compiling takes most of a minute.
             ways += [("ar", "inductor"), ("chain:4", "inductor")]
@@ -126,13 +112,11 @@ def decoding(check: Check) -> None:
             if alone and not name.startswith("hf"):
                 # In half precision a near tie may fall the other way; everything behind it then
                 # differs.
-                figures["outputs_equal_to_ar"] = (
-                    sum(a == b for a, b in zip(outputs, alone, strict=True)) / batch
-                )
+                equal = [a == b for a, b in zip(outputs, alone, strict=True)]
+                figures["outputs_equal_to_ar"] = sum(equal) / batch
                 figures["ties_per_token"] = _ties(outputs, alone)
-            check.report(
-                f"batch {batch}, {name}{f', compiled ({backend})' if backend else ''}", figures
-            )
+            compiled = f", compiled ({backend})" if backend else ""
+            check.report(f"batch {batch}, {name}{compiled}", figures)
     for parameter in target.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     forward = _behind(target, passages(check, 1, length))
@@ -160,31 +144,33 @@ def _behind(model: PreTrainedModel, prompts: list[list[int]]) -> Callable[[int],
 def _speed(
     check: Check, pair: Pair, name: str, backend: bool | str, prompts: list[list[int]], new: int
 ) -> tuple[JsonObject, list[list[int]]]:
+    tokens = len(prompts) * new
     with check.memory() as memory:
         if name.startswith("hf"):
             method = build(name, pair, 0.0, new)
             outputs: list[list[int]] = method.decode(prompts, 0)
             seconds = check.seconds(lambda: method.decode(prompts, 0), 1)
-            return {"tokens_per_s": len(prompts) * new / seconds, **memory}, outputs
+            return {"tokens_per_s": tokens / seconds, **memory}, outputs
         made = _compiled(name, pair, backend)
         first = made.generate(prompts, GREEDY, new, eos_ids=())
-        times = []
-        batch = first
-        for _ in range(1 if check.tiny else 3):
-            batch = made.generate(prompts, GREEDY, new, eos_ids=())
-            times.append((batch.decode_s, batch.prefill_s))
-    stats = sum((each.stats for each in batch.generations[1:]), batch.generations[0].stats)
-    decode_s, prefill_s = (statistics.median(column) for column in zip(*times, strict=True))
+        repeats = 1 if check.tiny else 3
+        batches = [made.generate(prompts, GREEDY, new, eos_ids=()) for _ in range(repeats)]
+    decode_s = statistics.median(batch.decode_s for batch in batches)
+    prefill_s = statistics.median(batch.prefill_s for batch in batches)
+    answers = batches[-1].generations
+    stats = [answer.stats for answer in answers]
+    steps = max(each.target_calls for each in stats)
+    recorded = sum(steps.count for steps in made.every_steps)
     figures = {
-        "tokens_per_s": len(prompts) * new / (decode_s + prefill_s),
-        "decode_tokens_per_s": len(prompts) * new / decode_s,
-        "ms_per_step": 1e3 * decode_s / max(each.stats.target_calls for each in batch.generations),
-        "tau": stats.tau,
+        "tokens_per_s": tokens / (decode_s + prefill_s),
+        "decode_tokens_per_s": tokens / decode_s,
+        "ms_per_step": 1e3 * decode_s / steps,
+        "tau": sum(stats[1:], stats[0]).tau,
         "recording_s": first.compile_s,
-        "recorded_steps": sum(steps.count for steps in made.every_steps),
+        "recorded_steps": recorded,
         **memory,
     }
-    return figures, [each.output_ids for each in batch.generations]
+    return figures, [answer.output_ids for answer in answers]
 
 
 def _compiled(name: str, pair: Pair, backend: bool | str) -> SpeculativeDecoder:
@@ -200,9 +186,8 @@ def _ties(outputs: list[list[int]], alone: list[list[int]]) -> float:
     """Divergences per token that was compared: a row is compared up to its first difference."""
     compared = diverged = 0
     for row, other in zip(outputs, alone, strict=True):
-        same = next(
-            (place for place, (a, b) in enumerate(zip(row, other, strict=True)) if a != b), len(row)
-        )
+        equal = [a == b for a, b in zip(row, other, strict=True)]
+        same = [*equal, False].index(False)
         diverged += same < len(row)
         compared += min(same + 1, len(row))
     return diverged / compared
@@ -227,11 +212,18 @@ def training(check: Check) -> None:
     head.float().train()
     steps = 2 if check.tiny else 7
     trainee = Eagle3Trainee(head, parse_objective("fkl"), target, test_steps=steps).train()
-    size = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
-    head_flops = ids.numel() * (2 * target.num_parameters() + steps * 6 * size)
-    _step(
-        check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, head_flops
-    )
+    size = sum(parameter.numel() for parameter in _trained(head))
+    flops = _flops(batch, target, steps * size)
+    _step(check, f"EAGLE-3, {steps} depths", head, lambda each: trainee(each).loss, batch, flops)
+
+
+def _trained(draft: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in draft.parameters() if parameter.requires_grad]
+
+
+def _flops(batch: Batch, target: LlamaForCausalLM, trained: int) -> float:
+    """Multiply-adds, twice, of a step: the target reads, and `trained` parameters learn."""
+    return batch.ids_BT.numel() * (2 * target.num_parameters() + 6 * trained)
 
 
 def _lm_drafts(
@@ -252,7 +244,7 @@ def _lm_drafts(
         log_p = target_BTV.float().log_softmax(-1)
         return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
 
-    flops = batch.ids_BT.numel() * (2 * target.num_parameters() + 6 * draft.num_parameters())
+    flops = _flops(batch, target, draft.num_parameters())
     _step(check, "LM draft, chunked", draft, lambda each: trainee(each).loss, batch, flops)
     _step(check, "LM draft, plain", draft, plain, batch, flops)
     if check.late():
@@ -286,9 +278,7 @@ def _step(
     """Seconds, memory and MFU (multiply-adds of the linear layers alone) of one step with AdamW
     under autocast.
     """
-    optimizer = torch.optim.AdamW(
-        [each for each in draft.parameters() if each.requires_grad], lr=1e-5, foreach=True
-    )
+    optimizer = torch.optim.AdamW(_trained(draft), lr=1e-5, foreach=True)
 
     def step() -> float:
         with torch.autocast(check.device.type, torch.bfloat16, enabled=check.device.type == "cuda"):
@@ -308,16 +298,9 @@ def _step(
     device = torch.cuda.get_device_name(check.device) if check.device.type == "cuda" else ""
     peak = next((figure for part, figure in PEAK_FLOPS.items() if part in device), None)
     mfu = None if peak is None else flops / seconds / peak
-    check.report(
-        name,
-        {
-            "s": seconds,
-            "tokens_per_s": batch.ids_BT.numel() / seconds,
-            "mfu": mfu,
-            "loss": value,
-            **memory,
-        },
-    )
+    rate = batch.ids_BT.numel() / seconds
+    figures = {"s": seconds, "tokens_per_s": rate, "mfu": mfu, "loss": value}
+    check.report(name, figures | memory)
 
 
 def distillation(check: Check) -> None:
@@ -341,12 +324,8 @@ def distillation(check: Check) -> None:
         seconds = check.seconds(lambda: method.decode(prompts, 1), 1)
     check.report("transformers generate", {"tokens_per_s": rows * new / seconds, **memory})
     if not is_installed("vllm") or check.device.type != "cuda":
-        check.report(
-            "vllm",
-            "skipped: not installed"
-            if check.device.type == "cuda"
-            else "skipped: needs a CUDA device",
-        )
+        why = "not installed" if check.device.type == "cuda" else "needs a CUDA device"
+        check.report("vllm", f"skipped: {why}")
         return
     with tempfile.TemporaryDirectory() as directory:
         target.save_pretrained(directory)
@@ -370,7 +349,8 @@ def distillation(check: Check) -> None:
 
 # Name -> the function and its time limit in seconds; with starting five processes together at most
 # 9 minutes.
-SECTIONS: dict[str, tuple[Callable[[Check], None], int]] = {
+Section = Callable[[Check], None]
+SECTIONS: dict[str, tuple[Section, int]] = {
     "tests": (gpu_tests, 60),
     "greedy": (greedy, 80),
     "decoding": (decoding, 190),

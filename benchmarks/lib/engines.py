@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
+from benchmarks.lib.places import ROOT
 from draftsmith.core.errors import RunError
 from draftsmith.core.io import JsonObject
 
@@ -44,8 +45,7 @@ def program(engine: str) -> Path | None:
     variable, place = PROGRAMS[engine]
     if variable in os.environ:
         return Path(os.environ[variable])
-    shipped = Path(__file__).parents[2] / ".engines"
-    installed = Path(os.environ.get("DRAFTSMITH_ENGINES", shipped), place)
+    installed = Path(os.environ.get("DRAFTSMITH_ENGINES", ROOT / ".engines"), place)
     if installed.is_file():
         return installed
     path = shutil.which(engine) if engine == "llama-server" else None

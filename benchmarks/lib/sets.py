@@ -8,9 +8,6 @@ from pathlib import Path
 from draftsmith.core.io import JsonObject, read_json, write_json_atomic
 from draftsmith.core.prompt_rows import iterate_rows
 
-_HERE = Path(__file__).resolve()
-ROOT = _HERE.parents[2]
-
 
 def shuffled(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """In an order that depends on each row alone."""

@@ -200,12 +200,23 @@ def runner_forwards(
     return calls
 
 
+def by_name_and_rows(
+    made: Mapping[str, Mapping[int, Callable[[], None]]],
+) -> dict[tuple[str, int], Callable[[], None]]:
+    """The forwards of several models, for `medians_s`."""
+    calls = {}
+    for name, by_rows in made.items():
+        for rows, call in by_rows.items():
+            calls[name, rows] = call
+    return calls
+
+
 def medians_s(
-    calls: Mapping[str, Callable[[], None]], device: torch.device, repeats: int
-) -> dict[str, float]:
+    calls: Mapping[Name, Callable[[], object]], device: torch.device, repeats: int
+) -> dict[Name, float]:
     """Median seconds of every call, interleaved in rotating order after two warm-ups."""
     names = list(calls)
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[Name, list[float]] = {name: [] for name in names}
     for turn in range(-2, repeats):
         for name in rotated(names, turn):
             synchronise(device)
@@ -220,11 +231,11 @@ def medians_s(
 _READ_BYTES = 1 << 28
 
 
-def bandwidth(device: torch.device, repeats: int = 10) -> float:
+def bandwidth(device: torch.device) -> float:
     """Bytes per second of reading memory that no cache holds, with all threads and, on a CPU, in
-    the pages that weights are kept in; the median of `repeats`. What other guests of the same
-    computer leave over changes within minutes, so it is read again in every round, and set beside
-    that round's speeds.
+    the pages that weights are kept in; a median of ten. What other guests of the same computer
+    leave over changes within minutes, so it is read again in every round, and set beside that
+    round's speeds.
     """
     count = _READ_BYTES // 4
     values = (
@@ -233,14 +244,7 @@ def bandwidth(device: torch.device, repeats: int = 10) -> float:
         else torch.empty(count, device=device)
     )
     values.fill_(1)
-    times_s = []
-    for _ in range(repeats):
-        synchronise(device)
-        started = time.perf_counter()
-        values.sum()
-        synchronise(device)
-        times_s.append(time.perf_counter() - started)
-    return _READ_BYTES / statistics.median(times_s)
+    return _READ_BYTES / medians_s({"read": values.sum}, device, 10)["read"]
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:

@@ -15,22 +15,22 @@ README.md in this directory says what the sections hold and how to read them.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
-    # Python puts this directory first, where this very file would hide the package `decode`.
-    sys.path[0] = str(ROOT)
+    # Python puts this directory first.
+    sys.path[0] = str(Path(__file__).parents[2])
 
 import copy
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, field, replace
+from itertools import chain
 
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.lib.places import DRAFT, TARGET
 from benchmarks.speed import peers, sections
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
@@ -40,6 +40,7 @@ from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.models import dtype_name, load_model, vocabulary_size
+from draftsmith.core.options import options
 from draftsmith.core.provenance import git_commit, versions
 from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer
 from draftsmith.decode import take_over
@@ -50,17 +51,22 @@ from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary, trim
 from draftsmith.drafts.heads import load_head
 from draftsmith.eval.facts import machine
 
-TARGET = ROOT / "draftsmith" / "demo" / "pair" / "target"
-DRAFT = ROOT / "configs" / "bench" / "draft"
 # Positions beyond the trained 512 cost what they cost anywhere; what the models say there does not
 # matter.
 POSITIONS = 8192
 TARGET_SHAPE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 DRAFT_SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4}
 PASSAGE_CHARACTERS = 400
+# What is measured by default.
+BY_DEFAULT = ["forwards", "methods", "sixteen_bits", "four_bits"]
+METHODS = (
+    "hf ar hf-assisted hf-constant:4 chain:2 chain:4 chain:6 chain:8,stop=0.4 kary:4,2,2 "
+    "kary:2,2,1 eagle2:depth=4,beam=4,nodes=16 prompt_lookup@chain:6"
+).split()
+SIXTEEN_BIT_METHODS = ["ar", "chain:4", "chain:8,stop=0.1", "eagle2:depth=4,beam=4,nodes=16"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Time methods of decoding with a target and a draft."""
 
@@ -71,16 +77,9 @@ class Options:
     draft: str | None = None
     head: str | None = None
     """An EAGLE-3 head of `target`, for the methods head@TREE and for peers."""
-    sections: list[str] = field(
-        default_factory=lambda: [name for name in SECTIONS if name != "peers"]
-    )
+    sections: list[str] = field(default_factory=BY_DEFAULT.copy)
     """Any of forwards, methods, sixteen_bits, four_bits, peers."""
-    methods: list[str] = field(
-        default_factory=lambda: (
-            "hf ar hf-assisted hf-constant:4 chain:2 chain:4 chain:6 chain:8,stop=0.4 kary:4,2,2 "
-            "kary:2,2,1 eagle2:depth=4,beam=4,nodes=16 prompt_lookup@chain:6".split()
-        )
-    )
+    methods: list[str] = field(default_factory=METHODS.copy)
     """Ways to set side by side (benchmarks/speed/methods.py); `hf` and `ar` are always timed."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
     rounds: int = 5
@@ -89,14 +88,7 @@ class Options:
     """Prompts of one round, taken from the domains in turn."""
     prompt_tokens: int = 64
     max_new_tokens: int = 64
-    sixteen_bit_methods: list[str] = field(
-        default_factory=lambda: [
-            "ar",
-            "chain:4",
-            "chain:8,stop=0.1",
-            "eagle2:depth=4,beam=4,nodes=16",
-        ]
-    )
+    sixteen_bit_methods: list[str] = field(default_factory=SIXTEEN_BIT_METHODS.copy)
     """Methods of the section `sixteen_bits`."""
     threads: int = 2
     """CPU threads of torch."""
@@ -127,7 +119,8 @@ class Options:
             )
 
 
-SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
+Section = Callable[[Bench, Options], JsonObject]
+SECTIONS: dict[str, Section] = {
     "forwards": lambda bench, options: sections.forwards(bench, sections.FORWARD_CONTEXTS),
     "methods": lambda bench, options: sections.methods(
         bench, options.methods, options.temperature, options.rounds
@@ -143,26 +136,27 @@ SECTIONS: dict[str, Callable[[Bench, Any], Any]] = {
 def load_bench(options: Options) -> Bench:
     """Models and prompts."""
     loading: JsonObject = {"device": options.device, "dtype": options.dtype}
-    target, draft = (
-        load_model(name, **loading)
-        for name in (options.target or str(TARGET), options.draft or str(DRAFT))
-    )
+    target = load_model(options.target or str(TARGET), **loading)
+    draft = load_model(options.draft or str(DRAFT), **loading)
     apart = Pair(endless(target), endless(draft))
     if options.target is None:
         apart = Pair(_wide(target, TARGET_SHAPE), _wide(draft, DRAFT_SHAPE))
-    tokenizer = load_tokenizer(options.target or str(TARGET))
+    tokenizer = tokenizer_of(options)
     pair = copy.deepcopy(apart)
     ids_D = read_draft_vocabulary(options.draft or str(DRAFT), vocabulary_size(draft))
     if ids_D is not None:
         # Other engines load the draft whole, as it is on disk.
         trim(pair.draft, ids_D)
     if options.head is not None:
-        pair = replace(pair, head=load_head(options.head, pair.target))
-    take_over(pair.target, pair.draft, *([] if pair.head is None else [pair.head]))
+        head = load_head(options.head, pair.target)
+        take_over(head)
+        pair = replace(pair, head=head)
+    take_over(pair.target, pair.draft)
+    count = options.rounds * options.prompts
     return Bench(
         pair=pair,
         apart=apart,
-        prompts=prompts(tokenizer, options.rounds * options.prompts, options.prompt_tokens),
+        prompts=prompts(tokenizer, count, options.prompt_tokens),
         text=long_text(tokenizer, max(sections.FORWARD_CONTEXTS)),
         max_new_tokens=options.max_new_tokens,
     )
@@ -172,13 +166,18 @@ def asked(bench: Bench, options: Options) -> peers.Asked:
     """What other engines are asked."""
     return peers.Asked(
         pair=bench.apart,
-        tokenizer=load_tokenizer(options.target or str(TARGET)),
+        tokenizer=tokenizer_of(options),
         head=options.head,
         rounds=bench.rounds(options.rounds),
         temperatures=options.temperature,
         max_new_tokens=bench.max_new_tokens,
         threads=options.threads,
     )
+
+
+def tokenizer_of(options: Options) -> Tokenizer:
+    """The tokenizer of the pair."""
+    return load_tokenizer(options.target or str(TARGET))
 
 
 def _wide(model: PreTrainedModel, shape: dict[str, int]) -> PreTrainedModel:
@@ -189,13 +188,13 @@ def _wide(model: PreTrainedModel, shape: dict[str, int]) -> PreTrainedModel:
 def prompts(tokenizer: Tokenizer, count: int, tokens: int) -> list[list[int]]:
     """`count` prompts of exactly `tokens` tokens from held-out passages, the domains in turn."""
     by_domain: list[list[list[int]]] = []
+    characters = max(PASSAGE_CHARACTERS, 8 * tokens)
     for domain in corpus.DOMAINS:
-        rows = corpus.passages(
-            domain, corpus.split(domain).heldout, max(PASSAGE_CHARACTERS, 8 * tokens)
-        )
-        encoded = (encode_text(tokenizer, row["text"])[:tokens] for row in rows)
-        by_domain.append([ids for ids in encoded if len(ids) == tokens])
-    found = [ids for turn in zip(*by_domain, strict=False) for ids in turn]
+        rows = corpus.passages(domain, corpus.split(domain).heldout, characters)
+        encoded = [encode_text(tokenizer, row["text"])[:tokens] for row in rows]
+        whole = [ids for ids in encoded if len(ids) == tokens]
+        by_domain.append(whole)
+    found = list(chain.from_iterable(zip(*by_domain, strict=False)))
     if len(found) < count:
         raise InputError(
             f"--prompts: {count} in all; only {len(found)} passages have {tokens} tokens; ask "
@@ -218,10 +217,11 @@ def setting(options: Options, bench: Bench) -> JsonObject:
     """Where and on what this was measured."""
     target = bench.pair.target
     draft = bench.pair.draft
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "device": device_name(target),
         "cores": os.cpu_count(),
-        "memory_GB": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
+        "memory_GB": memory / 1e9,
         "native_kernel": kernel() is not None,
         "dtype": dtype_name(target),
         "threads": torch.get_num_threads(),
@@ -250,7 +250,8 @@ def main() -> None:
     for name in dict.fromkeys([*options.sections, *(["peers"] if options.peers else [])]):
         started = time.monotonic()
         result[name] = SECTIONS[name](bench, options)
-        sys.stderr.write(f"{name}: {time.monotonic() - started:.0f} s\n")
+        seconds = time.monotonic() - started
+        sys.stderr.write(f"{name}: {seconds:.0f} s\n")
         if options.out is not None:
             write_text_atomic(Path(options.out), json.dumps(result, indent=2) + "\n")
     sys.stdout.write(json.dumps(result, indent=2) + "\n")

@@ -12,37 +12,34 @@ import json
 import random
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from itertools import islice
 from pathlib import Path
 
-# This file has the name of the package that it measures; its own directory must not be searched for
-# it.
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:] = [
-    str(ROOT),
-    *(entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent),
-]
+if __name__ == "__main__":
+    # Python puts this directory first.
+    sys.path[0] = str(Path(__file__).parents[2])
 
 import torch  # noqa: E402
 
+from benchmarks.lib.places import TARGET  # noqa: E402
 from benchmarks.speed import distill_engines  # noqa: E402
 from benchmarks.speed.decode import TARGET_SHAPE  # noqa: E402
 from draftsmith.core.command_line import parse  # noqa: E402
 from draftsmith.core.io import write_json_atomic  # noqa: E402
 from draftsmith.core.models import load_model  # noqa: E402
+from draftsmith.core.options import options  # noqa: E402
 from draftsmith.core.prompts import read_prompts  # noqa: E402
 from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer  # noqa: E402
 from draftsmith.demo.widen import widen  # noqa: E402
 
-TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
 TEXT = (
     "If the lock is not owned by the thread that calls release, an error is raised and "
     "nothing else is done. "
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """What to measure, and how much of it."""
 
@@ -60,17 +57,19 @@ class Options:
 
 def widened(directory: Path) -> str:
     """The demo's target at the cost of a 99 M model."""
-    wide = widen(load_model(TARGET, device="cpu"), **TARGET_SHAPE)  # type: ignore[arg-type]
+    target = load_model(str(TARGET), device="cpu")
+    wide = widen(target, **TARGET_SHAPE)  # type: ignore[arg-type]
     wide.save_pretrained(directory)
-    load_tokenizer(TARGET).save_pretrained(directory)
+    load_tokenizer(str(TARGET)).save_pretrained(directory)
     return str(directory)
 
 
 def engines(options: Options, directory: Path) -> dict[str, object]:
     """hf, vLLM in process, and vLLM served."""
     target = options.target or widened(directory / "target")
-    ids = prompts(options, load_tokenizer(target), options.rounds * options.prompts)
-    rounds = [ids[start : start + options.prompts] for start in range(0, len(ids), options.prompts)]
+    size = options.prompts
+    ids = prompts(options, load_tokenizer(target), options.rounds * size)
+    rounds = [ids[start : start + size] for start in range(0, len(ids), size)]
     return distill_engines.engines(target, rounds, options.new_tokens, options.dtypes, directory)
 
 
@@ -81,8 +80,11 @@ def prompts(options: Options, tokenizer: Tokenizer, count: int) -> list[list[int
         return [list(prompt.ids) for prompt in islice(read, count)]
     draw = random.Random(0)
     words = TEXT.split()
-    texts = [" ".join(draw.choices(words, k=draw.randint(4, 40))) for _ in range(count)]
-    return [encode_text(tokenizer, text) for text in texts]
+    found = []
+    for _ in range(count):
+        chosen = draw.choices(words, k=draw.randint(4, 40))
+        found.append(encode_text(tokenizer, " ".join(chosen)))
+    return found
 
 
 def main() -> None:

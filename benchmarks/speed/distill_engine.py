@@ -16,7 +16,8 @@ from pathlib import Path
 
 def main() -> None:
     """Load, then answer."""
-    request = json.loads(Path(sys.argv[1]).read_text())
+    file = Path(sys.argv[1])
+    request = json.loads(file.read_text())
     # vLLM's processes log to standard output.
     answer_to = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -51,9 +52,8 @@ def main() -> None:
         made = [answer for answer in answers if isinstance(answer, Answer)]
         assert len(made) == len(requests), answers
         tokens = sum(len(answer.response_ids) for answer in made)
-        answer_to.write(
-            json.dumps({"rows": len(made), "tokens": tokens, "seconds": seconds}) + "\n"
-        )
+        found = {"rows": len(made), "tokens": tokens, "seconds": seconds}
+        answer_to.write(json.dumps(found) + "\n")
     engine.close()
 
 

@@ -9,20 +9,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from benchmarks.lib.engines import VLLM_ON_A_CPU, how_to_get, program, vllm_server
+from benchmarks.lib.places import ROOT
 from benchmarks.lib.timing import rotated
+from benchmarks.speed.methods import Prompts
 from draftsmith.core.errors import RunError
 from draftsmith.core.io import JsonObject
 
 # Rows at a time of `hf`, and requests at a time to vLLM's server.
 BATCH = 32
+# Rows, tokens and seconds of one round.
+Round = dict[str, float]
+Worker = Callable[[Prompts, int], Round]
 
 
 def engines(
     target: str,
-    rounds: Sequence[Sequence[Sequence[int]]],
+    rounds: Sequence[Prompts],
     new_tokens: int,
     dtypes: Sequence[str],
     directory: Path,
@@ -51,30 +55,24 @@ def engines(
 
 
 def _answered(
-    python: Path, common: JsonObject, rounds: Sequence[Sequence[Sequence[int]]], directory: Path
-) -> dict[str, list[dict[str, float]]]:
+    python: Path, common: JsonObject, rounds: Sequence[Prompts], directory: Path
+) -> dict[str, list[Round]]:
     """What every engine took for every round, after a warm-up."""
     workers: dict[str, Worker] = {}
     with ExitStack() as stack:
 
-        def start(engine: str, python: Path, **more: Any) -> None:
-            config = common | {"engine": engine} | more
-            workers[engine] = stack.enter_context(
-                _worker(python, config, directory / f"{engine}.json")
-            )
+        def start(engine: str, python: Path, **more: object) -> None:
+            file = directory / f"{engine}.json"
+            worker = _worker(python, common | {"engine": engine, **more}, file)
+            workers[engine] = stack.enter_context(worker)
 
         start("hf", Path(sys.executable), device="cpu", batch_size=BATCH)
         start("vllm", python)
-        port = stack.enter_context(
-            vllm_server(python, ["--model", common["target"], "--dtype", common["dtype"]])
-        )
-        start(
-            "openai",
-            Path(sys.executable),
-            endpoint=[f"http://127.0.0.1:{port}/v1"],
-            concurrency=BATCH,
-        )
-        by_round: dict[str, list[dict[str, float]]] = {name: [] for name in workers}
+        words = ["--model", common["target"], "--dtype", common["dtype"]]
+        port = stack.enter_context(vllm_server(python, words))
+        endpoint = [f"http://127.0.0.1:{port}/v1"]
+        start("openai", Path(sys.executable), endpoint=endpoint, concurrency=BATCH)
+        by_round: dict[str, list[Round]] = {name: [] for name in workers}
         for seed, prompts in enumerate([rounds[0][:2], *rounds]):
             for name in rotated(list(workers), seed):
                 by_round[name].append(workers[name](prompts, seed))
@@ -83,17 +81,19 @@ def _answered(
     return {name: made[1:] for name, made in by_round.items()}
 
 
-def _rates(made: Sequence[dict[str, float]], hf: Sequence[dict[str, float]]) -> JsonObject:
-    speeds, own = ([each["tokens"] / each["seconds"] for each in rounds] for rounds in (made, hf))
+def _rates(made: Sequence[Round], hf: Sequence[Round]) -> JsonObject:
+    speeds = _per_second("tokens", made)
+    ratios = [a / b for a, b in zip(speeds, _per_second("tokens", hf), strict=True)]
     return {
         "tokens_per_s": statistics.median(speeds),
-        "rows_per_s": statistics.median(each["rows"] / each["seconds"] for each in made),
-        "over_hf": statistics.median(a / b for a, b in zip(speeds, own, strict=True)),
+        "rows_per_s": statistics.median(_per_second("rows", made)),
+        "over_hf": statistics.median(ratios),
         "by_round": made,
     }
 
 
-Worker = Callable[[Sequence[Sequence[int]], int], dict[str, float]]
+def _per_second(what: str, rounds: Sequence[Round]) -> list[float]:
+    return [each[what] / each["seconds"] for each in rounds]
 
 
 @contextmanager
@@ -102,10 +102,10 @@ def _worker(python: Path, config: JsonObject, file: Path) -> Iterator[Worker]:
     waits for to be loaded. Raises RunError if it dies.
     """
     path = [entry for entry in sys.path if entry.endswith("site-packages")]
-    file.write_text(
-        json.dumps({"root": str(Path(__file__).parents[2]), "path": path, "config": config})
-    )
-    command = [str(python), "-I", str(Path(__file__).with_name("distill_engine.py")), str(file)]
+    request = {"root": str(ROOT), "path": path, "config": config}
+    file.write_text(json.dumps(request))
+    script = Path(__file__).with_name("distill_engine.py")
+    command = [str(python), "-I", str(script), str(file)]
     with file.with_suffix(".log").open("w+") as log:
         process = subprocess.Popen(
             command,
@@ -118,14 +118,15 @@ def _worker(python: Path, config: JsonObject, file: Path) -> Iterator[Worker]:
         assert process.stdin is not None and process.stdout is not None
         pipes = process.stdin, process.stdout
 
-        def ask(prompts: Sequence[Sequence[int]], seed: int) -> dict[str, float]:
-            pipes[0].write(json.dumps({"prompts": prompts, "seed": seed}) + "\n")
+        def ask(prompts: Prompts, seed: int) -> Round:
+            request = json.dumps({"prompts": prompts, "seed": seed})
+            pipes[0].write(f"{request}\n")
             pipes[0].flush()
             if not (answer := pipes[1].readline()):
                 log.seek(0)
                 errors = [line for line in log if "Error" in line] or ["no message"]
                 raise RunError(f"--engine {config['engine']}: it ended: {errors[0].strip()}")
-            found: dict[str, float] = json.loads(answer)
+            found: Round = json.loads(answer)
             return found
 
         try:

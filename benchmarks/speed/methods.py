@@ -32,10 +32,11 @@ from draftsmith.decode import (
 )
 from draftsmith.drafts.heads import Head
 
-# `hf-assisted`: the defaults of transformers' own generation config, written out so that they are
-# fixed here.
-ASSISTED_TOKENS = 20
-ASSISTED_CONFIDENCE = 0.4
+# `hf-assisted`: tokens and confidence, the defaults of transformers' own generation config, written
+# out so that they are fixed here.
+ASSISTED = (20, 0.4)
+Prompts = Sequence[Sequence[int]]
+Decode = Callable[[Prompts, int], list[list[int]]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Method:
 
     name: str
     prefills: int
-    decode: Callable[[Sequence[Sequence[int]], int], list[list[int]]]
+    decode: Decode
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,10 @@ def build(name: str, pair: Pair, temperature: float, max_new_tokens: int) -> Met
     if name == "hf":
         return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, None))
     if name == "hf-assisted":
-        return Method(
-            name,
-            0,
-            _hugging_face(pair, sampling, max_new_tokens, (ASSISTED_TOKENS, ASSISTED_CONFIDENCE)),
-        )
-    if name.startswith("hf-constant:") and name.removeprefix("hf-constant:").isdecimal():
-        ahead = int(name.removeprefix("hf-constant:"))
-        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (ahead, 0.0)))
+        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, ASSISTED))
+    kind, _, ahead = name.partition(":")
+    if kind == "hf-constant" and ahead.isdecimal():
+        return Method(name, 0, _hugging_face(pair, sampling, max_new_tokens, (int(ahead), 0.0)))
     if name.startswith("hf"):
         raise InputError(f"--methods {name}: use hf, hf-assisted or hf-constant:N")
     if name == "ar":
@@ -108,7 +105,7 @@ def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
         if kind.needs == "nothing"
     }
     if (head := pair.head) is not None:
-        makers["head"] = lambda: PROPOSERS[head.kind].make(head)
+        makers["head"] = partial(PROPOSERS[head.kind].make, head)
     if proposer_name and proposer_name not in makers:
         raise InputError(
             f"--methods {name}: '{proposer_name}' is not among {', '.join(makers)}; --head gives "
@@ -123,10 +120,8 @@ def decoder(name: str, pair: Pair) -> SpeculativeDecoder:
         raise InputError(f"--methods {name}: {error}") from None
 
 
-def _ours(
-    engine: SpeculativeDecoder, sampling: Sampling, max_new_tokens: int
-) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
-    def decode(prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+def _ours(engine: SpeculativeDecoder, sampling: Sampling, max_new_tokens: int) -> Decode:
+    def decode(prompts: Prompts, seed: int) -> list[list[int]]:
         generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
         batch = engine.generate(prompts, sampling, max_new_tokens, generators)
         return [generation.output_ids for generation in batch.generations]
@@ -136,7 +131,7 @@ def _ours(
 
 def _hugging_face(
     pair: Pair, sampling: Sampling, max_new_tokens: int, assisted: tuple[int, float] | None
-) -> Callable[[Sequence[Sequence[int]], int], list[list[int]]]:
+) -> Decode:
     settings: JsonObject = {"do_sample": False}
     if not sampling.greedy:
         # Without top_k=0 generate keeps the 50 most probable tokens.
@@ -150,7 +145,7 @@ def _hugging_face(
     extra = {} if assisted is None else {"assistant_model": pair.draft}
     generate: Callable[..., torch.Tensor] = pair.target.generate  # type: ignore[assignment]
 
-    def decode(prompts: Sequence[Sequence[int]], seed: int) -> list[list[int]]:
+    def decode(prompts: Prompts, seed: int) -> list[list[int]]:
         if assisted is not None:
             # Ways share the draft, so each call sets its own.
             drafting = pair.draft.generation_config
@@ -161,6 +156,8 @@ def _hugging_face(
         out_BT = generate(
             ids_BT, attention_mask=torch.ones_like(ids_BT), generation_config=config, **extra
         )
-        return [list(map(int, row)) for row in out_BT[:, ids_BT.shape[1] :].tolist()]
+        width = ids_BT.shape[1]
+        found: list[list[int]] = out_BT[:, width:].tolist()
+        return found
 
     return decode

@@ -22,6 +22,7 @@ from optimum.exporters.openvino import main_export
 from optimum.intel import OVConfig
 from transformers import PreTrainedTokenizerFast
 
+JsonObject = dict[str, Any]
 F32 = {
     "INFERENCE_PRECISION_HINT": "f32",
     "KV_CACHE_PRECISION": "f32",
@@ -37,10 +38,8 @@ def converted(source: str, sixteen_bits: bool) -> str:
         task = "text-generation-with-past"
         main_export(source, output=out, task=task, library_name="transformers", ov_config=weights)
         # The pipeline wants one although it is given token ids.
-        parts = convert_tokenizer(
-            PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json"),
-            with_detokenizer=True,
-        )
+        tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{source}/tokenizer.json")
+        parts = convert_tokenizer(tokenizer, with_detokenizer=True)
         for name, part in zip(("tokenizer", "detokenizer"), parts):  # noqa: B905 (always two)
             openvino.save_model(part, out / f"openvino_{name}.xml")
     return str(out)
@@ -48,15 +47,15 @@ def converted(source: str, sixteen_bits: bool) -> str:
 
 def measured(
     pipeline: "openvino_genai.LLMPipeline",
-    request: dict[str, Any],
+    request: JsonObject,
     ahead: int | None,
     counts: list[list[int]],
-) -> dict[str, Any]:
+) -> JsonObject:
     """Tokens per second of every round (prefill included) after a warm-up, and the tokens, by
     temperature. With a draft `counts` gets the target's forwards and the accepted tokens of each
     prompt, as the engine counts.
     """
-    found: dict[str, Any] = {"speeds": [], "outputs": []}
+    found: JsonObject = {"speeds": [], "outputs": []}
     for temperature in request["temperatures"]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos = request["max_new_tokens"], True
@@ -72,20 +71,22 @@ def measured(
             seconds = 0.0
             count = 0
             for prompt in prompts:
-                ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+                ids = np.array([prompt], dtype=np.int64)
                 inputs = openvino_genai.TokenizedInputs(
-                    ids, openvino.Tensor(np.ones((1, len(prompt)), dtype=np.int64))
+                    openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
                 )
                 started = time.perf_counter()
                 result = pipeline.generate(inputs, config)
                 seconds += time.perf_counter() - started
-                count += len(result.tokens[0])
+                tokens = list(map(int, result.tokens[0]))
+                count += len(tokens)
                 if turn:
-                    outputs.append(list(map(int, result.tokens[0])))
+                    outputs.append(tokens)
                 if turn and ahead is not None:
                     metrics = result.extended_perf_metrics
                     calls = len(metrics.main_model_metrics.raw_metrics.m_batch_sizes)
-                    counts.append([calls, int(metrics.get_num_accepted_tokens())])
+                    accepted = int(metrics.get_num_accepted_tokens())
+                    counts.append([calls, accepted])
             if turn:
                 speeds.append(count / seconds)
         found["speeds"].append(speeds)
@@ -113,10 +114,10 @@ def main() -> None:
                 pipeline, request, ahead, counts.setdefault(ahead, [])
             )
         except RuntimeError as error:
-            ways[f"draft, {ahead} tokens"] = {"failed": str(error).split(" failed at /")[0]}
-    sys.stdout.write(
-        json.dumps({"version": openvino.__version__, "ways": ways, "counts": counts}) + "\n"
-    )
+            reason, *_ = str(error).split(" failed at /")
+            ways[f"draft, {ahead} tokens"] = {"failed": reason}
+    found = {"version": openvino.__version__, "ways": ways, "counts": counts}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,18 +5,21 @@ that decides tokens.
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from operator import attrgetter
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.lib.timing import (
     Clock,
     Run,
     bandwidth,
+    by_name_and_rows,
     bytes_per_token,
     cache_bytes,
     hugging_face_forwards,
@@ -52,24 +55,21 @@ class Bench:
     def rounds(self, count: int) -> list[list[list[int]]]:
         """The prompts of every round, as many for each."""
         size = len(self.prompts) // count
-        return [self.prompts[turn * size : (turn + 1) * size] for turn in range(count)]
+        starts = [turn * size for turn in range(count)]
+        return [self.prompts[start : start + size] for start in starts]
 
     def build(self, name: str, temperature: float) -> Method:
         """The method of that name, on the models that are for it."""
-        return build(
-            name,
-            self.apart if name.startswith("hf") else self.pair,
-            temperature,
-            self.max_new_tokens,
-        )
+        models = self.apart if name.startswith("hf") else self.pair
+        return build(name, models, temperature, self.max_new_tokens)
 
     def clock(self) -> Clock:
         """Notes the forwards of all models here."""
-        head = [] if self.pair.head is None else [self.pair.head]
-        return Clock(
-            target=[self.pair.target, self.apart.target],
-            draft=[self.pair.draft, self.apart.draft, *head],
-        )
+        pair, apart = self.pair, self.apart
+        drafts: list[nn.Module] = [pair.draft, apart.draft]
+        if pair.head is not None:
+            drafts.append(pair.head)
+        return Clock(target=[pair.target, apart.target], draft=drafts)
 
 
 def forwards(bench: Bench, contexts: Sequence[int]) -> JsonObject:
@@ -91,9 +91,8 @@ def forwards(bench: Bench, contexts: Sequence[int]) -> JsonObject:
             made = _by_rows(model, apart, bench.text[:context], row_counts)
             read = bytes_per_token(model) + cache_bytes(model, context)
             limit_ms = 1e3 * read / bandwidth(model.device)
-            found[f"{name}_behind_{context}"] = made | {
-                "share_of_memory_limit": limit_ms / made["ours"]["1"]["ms"]
-            }
+            share = limit_ms / made["ours"]["1"]["ms"]
+            found[f"{name}_behind_{context}"] = made | {"share_of_memory_limit": share}
     found["target_projection"] = {"ours": _projection(bench.pair.target)}
     if hasattr(bench.apart.target.config, "widened_from"):
         found["cost_of_zeros"] = _cost_of_zeros(bench.apart.target, bench.text[: contexts[0]])
@@ -112,28 +111,19 @@ def _by_rows(
         # Our masks and cache with the model's own forward.
         "ours_plain": runner_forwards(apart, context, row_counts, False),
     }
-    calls = {
-        f"{name} {rows}": call for name, by_rows in made.items() for rows, call in by_rows.items()
-    }
-    times_s = medians_s(calls, model.device, FORWARD_REPEATS)
-    return {
-        name: {
-            str(rows): {
-                "ms": 1e3 * times_s[f"{name} {rows}"],
-                "over_one_row": times_s[f"{name} {rows}"] / times_s[f"{name} {row_counts[0]}"],
-            }
-            for rows in row_counts
-        }
-        for name in made
-    }
+    times_s = medians_s(by_name_and_rows(made), model.device, FORWARD_REPEATS)
+    found: JsonObject = {name: {} for name in made}
+    for (name, rows), seconds in times_s.items():
+        over_one = seconds / times_s[name, row_counts[0]]
+        found[name][str(rows)] = {"ms": 1e3 * seconds, "over_one_row": over_one}
+    return found
 
 
 def _projection(model: PreTrainedModel) -> dict[str, dict[str, float]]:
     """Milliseconds of the output projection alone, which every forward ends with."""
-    projection: Any = model.get_output_embeddings()
-    states = torch.zeros(
-        max(FORWARD_ROWS), projection.in_features, device=model.device, dtype=model.dtype
-    )
+    projection = model.get_output_embeddings()
+    width = projection.weight.shape[1]
+    states = torch.zeros(max(FORWARD_ROWS), width, device=model.device, dtype=model.dtype)
     with torch.inference_mode(), kernel_products():
         calls = {str(rows): partial(projection, states[:rows]) for rows in FORWARD_ROWS}
         times_s = medians_s(calls, model.device, FORWARD_REPEATS)
@@ -144,14 +134,15 @@ def _cost_of_zeros(model: PreTrainedModel, context: Sequence[int]) -> dict[str, 
     """Seconds of the (widened) target's forward over those of one with random weights of the same
     shape.
     """
-    twin = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).to(model.device).eval()
-    calls = {
-        f"{name} {rows}": call
-        for name, each in (("wide", model), ("random", twin))
-        for rows, call in hugging_face_forwards(each, context, (1, 17)).items()
+    twin = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype)
+    twin.to(model.device).eval()
+    counts = (1, 17)
+    made = {
+        "wide": hugging_face_forwards(model, context, counts),
+        "random": hugging_face_forwards(twin, context, counts),
     }
-    times_s = medians_s(calls, model.device, FORWARD_REPEATS)
-    return {f"{rows} rows": times_s[f"wide {rows}"] / times_s[f"random {rows}"] for rows in (1, 17)}
+    times_s = medians_s(by_name_and_rows(made), model.device, FORWARD_REPEATS)
+    return {f"{rows} rows": times_s["wide", rows] / times_s["random", rows] for rows in counts}
 
 
 def methods(
@@ -167,149 +158,161 @@ def methods(
     }
 
 
+Runs = Sequence[Sequence[Run]]  # by round, then prompt
+
+
 def _methods_at(bench: Bench, names: Sequence[str], temperature: float, rounds: int) -> JsonObject:
-    target = bench.pair.target
     made = {name: bench.build(name, temperature) for name in names}
-    # By way, then round, then prompt.
-    runs: dict[str, list[list[Run]]] = {name: [[] for _ in range(rounds)] for name in names}
-    raw = {
-        "transformers": hugging_face_forwards(bench.apart.target, bench.prompts[0], (1,))[1],
-        "ours": runner_forwards(target, bench.prompts[0], (1,), True)[1],
-    }
-    raw_s: list[dict[str, float]] = []
-    read: list[float] = []
-    with bench.clock() as clock:
-        for name in names:
-            made[name].decode(bench.prompts[:1], 0)
-        for turn, share in enumerate(bench.rounds(rounds)):
-            raw_s.append(medians_s(raw, target.device, 5))
-            before = bandwidth(target.device)
-            for place, prompt in enumerate(share):
-                for name in rotated(names, turn * len(share) + place):
-                    run = timed_run(
-                        clock, target.device, partial(made[name].decode, [prompt], turn)
-                    )
-                    runs[name][turn].append(run)
-            read.append((before + bandwidth(target.device)) / 2)
-    limit_s = statistics.median(min(each.values()) for each in raw_s)
+    runs, raw_s, read = _timed(bench, made, rounds)
+    speeds = {name: list(map(_speed, runs[name])) for name in names}
+    bytes_per_s = statistics.median(read)
+    limit_s = statistics.median(map(min, zip(raw_s["transformers"], raw_s["ours"], strict=True)))
+    raw_ms = {name: 1e3 * statistics.median(seconds) for name, seconds in raw_s.items()}
     found: JsonObject = {
-        "raw_forward_ms": {
-            name: 1e3 * statistics.median(each[name] for each in raw_s) for name in raw
-        },
+        "raw_forward_ms": raw_ms,
         "limit_tokens_per_s_without_draft": 1 / limit_s,
         "bandwidth_GB_per_s": [each / 1e9 for each in read],
     }
-    memory_ms = 1e3 * bytes_per_token(target) / statistics.median(read)
+    memory_ms = 1e3 * bytes_per_token(bench.pair.target) / bytes_per_s
     for name in names:
-        found[name] = _summary(made[name], runs[name], limit_s)
+        way = _summary(made[name], runs[name], limit_s)
         if not name.startswith("hf"):
-            found[name]["parts_of_a_step"] = _parts(
-                made[name], runs[name], memory_ms, found["raw_forward_ms"]["ours"]
-            )
+            way["parts_of_a_step"] = _parts(made[name], runs[name], memory_ms, raw_ms["ours"])
         for baseline in ("ar", "hf"):
-            found[name][f"speed_over_{baseline}"] = statistics.median(
-                _speed(mine) / _speed(theirs)
-                for mine, theirs in zip(runs[name], runs[baseline], strict=True)
-            )
+            ratios = [a / b for a, b in zip(speeds[name], speeds[baseline], strict=True)]
+            way[f"speed_over_{baseline}"] = statistics.median(ratios)
         if name in ("hf", "ar"):
             weights = bytes_per_token((bench.apart if name == "hf" else bench.pair).target)
-            found[name]["weight_MB_per_token"] = weights / 1e6
-            found[name]["share_of_memory_limit"] = statistics.median(
-                _speed(each) * weights / limit for each, limit in zip(runs[name], read, strict=True)
-            )
-            step_s = found[name]["ms_per_step_after_prefill"] / 1e3
-            found[name]["share_of_memory_limit_after_prefill"] = (
-                weights / step_s / statistics.median(read)
-            )
+            way["weight_MB_per_token"] = weights / 1e6
+            shares = [a * weights / b for a, b in zip(speeds[name], read, strict=True)]
+            way["share_of_memory_limit"] = statistics.median(shares)
+            step_s = way["ms_per_step_after_prefill"] / 1e3
+            way["share_of_memory_limit_after_prefill"] = weights / step_s / bytes_per_s
         if temperature == 0:
-            found[name]["greedy_equal"] = _equal(runs[name], runs["ar"])
+            way["greedy_equal"] = _equal(runs[name], runs["ar"])
+        found[name] = way
     return found
 
 
-def _speed(runs: Sequence[Run]) -> float:
-    return sum(_emitted(run) for run in runs) / sum(run.wall_s for run in runs)
+def _timed(
+    bench: Bench, made: Mapping[str, Method], rounds: int
+) -> tuple[dict[str, list[list[Run]]], dict[str, list[float]], list[float]]:
+    """The runs of every method; by round the seconds of raw forwards and the bandwidth."""
+    device = bench.pair.target.device
+    names = list(made)
+    runs: dict[str, list[list[Run]]] = {name: [] for name in names}
+    context = bench.prompts[0]
+    raw = {
+        "transformers": hugging_face_forwards(bench.apart.target, context, (1,))[1],
+        "ours": runner_forwards(bench.pair.target, context, (1,))[1],
+    }
+    raw_s: dict[str, list[float]] = {name: [] for name in raw}
+    read: list[float] = []
+    with bench.clock() as clock:
+        for method in made.values():
+            method.decode([context], 0)
+        for turn, share in enumerate(bench.rounds(rounds)):
+            for name, seconds in medians_s(raw, device, 5).items():
+                raw_s[name].append(seconds)
+            for name in names:
+                runs[name].append([])
+            before = bandwidth(device)
+            for place, prompt in enumerate(share):
+                for name in rotated(names, turn * len(share) + place):
+                    call = partial(made[name].decode, [prompt], turn)
+                    runs[name][turn].append(timed_run(clock, device, call))
+            read.append((before + bandwidth(device)) / 2)
+    return runs, raw_s, read
 
 
 def _emitted(run: Run) -> int:
     return sum(map(len, run.outputs))
 
 
+def _speed(runs: Sequence[Run]) -> float:
+    return _ratio([runs], _emitted, _wall_s)
+
+
 def _steps(method: Method, run: Run) -> int:
     return run.calls["target"] - method.prefills
 
 
-def _equal(mine: Sequence[Sequence[Run]], theirs: Sequence[Sequence[Run]]) -> str:
-    pairs = [
-        (a.outputs, b.outputs)
-        for x, y in zip(mine, theirs, strict=True)
-        for a, b in zip(x, y, strict=True)
-    ]
-    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
+_wall_s = attrgetter("wall_s")
 
 
-def _summary(method: Method, rounds: Sequence[Sequence[Run]], limit_s: float) -> JsonObject:
+def _target_s(run: Run) -> float:
+    return run.forward_s["target"]
+
+
+def _draft_s(run: Run) -> float:
+    return run.forward_s.get("draft", 0.0)
+
+
+def _ratio(rounds: Runs, above: Callable[[Run], float], below: Callable[[Run], float]) -> float:
+    """Sum over sum of all runs of a round; the median over rounds."""
+    ratios = [sum(map(above, runs)) / sum(map(below, runs)) for runs in rounds]
+    return statistics.median(ratios)
+
+
+def _equal(mine: Runs, theirs: Runs) -> str:
+    pairs = zip(chain.from_iterable(mine), chain.from_iterable(theirs), strict=True)
+    equal = [a.outputs == b.outputs for a, b in pairs]
+    return f"{sum(equal)} of {len(equal)}"
+
+
+def _summary(method: Method, rounds: Runs, limit_s: float) -> JsonObject:
     """Speed, tau and where a step's time goes: medians over rounds, prefill included, counts over
     everything.
 
     `overhead` is all that is not a forward of either model; `ms_per_step_after_prefill` leaves out
     what comes before the end of the target's first forward.
     """
-    pooled = [run for runs in rounds for run in runs]
+    steps = partial(_steps, method)
+    pooled = list(chain.from_iterable(rounds))
 
-    def per_step(seconds: Callable[[Run], float]) -> float:
-        return statistics.median(
-            1e3 * sum(map(seconds, r)) / sum(_steps(method, run) for run in r) for r in rounds
-        )
+    def ms_per_step(seconds: Callable[[Run], float]) -> float:
+        return 1e3 * _ratio(rounds, seconds, steps)
 
-    def forwards_s(run: Run) -> float:
-        return sum(run.forward_s.values())
+    def outside_s(run: Run) -> float:
+        return run.wall_s - sum(run.forward_s.values())
 
-    speed = statistics.median(map(_speed, rounds))
+    speed = _ratio(rounds, _emitted, _wall_s)
+    after_prefill_s = _ratio(
+        rounds, attrgetter("after_prefill_s"), lambda run: run.calls["target"] - 1
+    )
     return {
         "tokens_per_s": speed,
-        "tau": sum(map(_emitted, pooled)) / sum(_steps(method, run) for run in pooled),
+        "tau": _ratio([pooled], _emitted, steps),
         "speed_over_limit_without_draft": speed * limit_s,
-        "ms_per_step": per_step(lambda run: run.wall_s),
-        "target_ms_per_step": per_step(lambda run: run.forward_s["target"]),
-        "draft_ms_per_step": per_step(lambda run: run.forward_s.get("draft", 0.0)),
-        "overhead_ms_per_step": per_step(lambda run: run.wall_s - forwards_s(run)),
-        "overhead_fraction": statistics.median(
-            1 - sum(map(forwards_s, runs)) / sum(run.wall_s for run in runs) for runs in rounds
-        ),
-        "ms_per_step_after_prefill": statistics.median(
-            1e3
-            * sum(run.after_prefill_s for run in runs)
-            / sum(run.calls["target"] - 1 for run in runs)
-            for runs in rounds
-        ),
+        "ms_per_step": ms_per_step(_wall_s),
+        "target_ms_per_step": ms_per_step(_target_s),
+        "draft_ms_per_step": ms_per_step(_draft_s),
+        "overhead_ms_per_step": ms_per_step(outside_s),
+        "overhead_fraction": _ratio(rounds, outside_s, _wall_s),
+        "ms_per_step_after_prefill": 1e3 * after_prefill_s,
     }
 
 
-def _parts(
-    method: Method, rounds: Sequence[Sequence[Run]], memory_ms: float, forward_ms: float
-) -> dict[str, float]:
+def _parts(method: Method, rounds: Runs, memory_ms: float, forward_ms: float) -> dict[str, float]:
     """Milliseconds of a step, from all runs, prefill included: `memory`, the reading of the
     target's weights; `one_token`, what its forward of one token takes beyond; `more_rows`, what its
     forwards here take beyond that one; `draft`; `prompt`, until the end of the target's first
     forward; `outside`, the rest. They add up to the step. `limit`: tau tokens in one forward of one
     token would take so long.
     """
-    runs = [run for each in rounds for run in each]
-    steps = sum(_steps(method, run) for run in runs)
-    prompt_ms, target_ms, draft_ms, wall_ms = (
-        1e3 * sum(seconds) / steps
-        for seconds in (
-            [run.wall_s - run.after_prefill_s for run in runs],
-            [run.forward_s["target"] for run in runs],
-            [run.forward_s.get("draft", 0.0) for run in runs],
-            [run.wall_s for run in runs],
-        )
-    )
+    pooled = list(chain.from_iterable(rounds))
+
+    def ms_per_step(seconds: Callable[[Run], float]) -> float:
+        return 1e3 * _ratio([pooled], seconds, partial(_steps, method))
+
+    wall_ms = ms_per_step(_wall_s)
+    prompt_ms = ms_per_step(lambda run: run.wall_s - run.after_prefill_s)
     parts = {
         "memory": memory_ms,
         "one_token": forward_ms - memory_ms,
-        "draft": draft_ms,
+        "draft": ms_per_step(_draft_s),
         "prompt": prompt_ms,
+        "more_rows": ms_per_step(_target_s) - prompt_ms - forward_ms,
     }
-    parts["more_rows"] = target_ms - prompt_ms - forward_ms
-    return parts | {"outside": wall_ms - sum(parts.values()), "step": wall_ms, "limit": forward_ms}
+    outside_ms = wall_ms - sum(parts.values())
+    return parts | {"outside": outside_ms, "step": wall_ms, "limit": forward_ms}

@@ -13,18 +13,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.lib.timing import bandwidth, bytes_per_token, medians_s, rotated, runner_forwards
+from benchmarks.lib.engines import last_json
+from benchmarks.lib.places import ROOT
+from benchmarks.lib.timing import (
+    bandwidth,
+    by_name_and_rows,
+    bytes_per_token,
+    medians_s,
+    rotated,
+    runner_forwards,
+)
 from benchmarks.speed.methods import Pair, build, endless
 from benchmarks.speed.sections import Bench
 from draftsmith.core.io import JsonObject
@@ -39,11 +48,11 @@ ROWS = (1, 2, 5, 9, 17, 29)
 REPEATS = 25
 
 
-@contextmanager
-def kept_in_fp32() -> Iterator[None]:
-    """While this lasts, matrices are packed in fp32 whatever their values."""
-    with mock.patch("draftsmith.decode.native.narrowest", lambda weight_OI: weight_OI):
-        yield
+def packing(kept: str) -> AbstractContextManager[object]:
+    """While this lasts, matrices that are kept in fp32 are packed so whatever their values."""
+    if kept != "fp32":
+        return nullcontext()
+    return mock.patch("draftsmith.decode.native.narrowest", lambda weight_OI: weight_OI)
 
 
 def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> JsonObject:
@@ -53,28 +62,26 @@ def sixteen_bits(bench: Bench, names: Sequence[str], rounds: int) -> JsonObject:
     pairs = {"sixteen": bench.pair, "fp32": copy.deepcopy(bench.apart)}
     for kept, pair in pairs.items():
         for model in (pair.target, pair.draft):
-            with kept_in_fp32() if kept == "fp32" else nullcontext():
+            with packing(kept):
                 take_over(model)
                 Runner(model, ability(model).windows, None, packs_of(model))  # packs
-    found: JsonObject = {
-        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
-    }
+    found: JsonObject = {"forwards": _forwards(pairs, bench)}
     speeds, outputs, read = _speeds(pairs, bench, names, rounds)
     found["methods"] = {name: _compared(name, speeds, outputs) for name in names}
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
         weights = bytes_per_token(pair.target)
         found[f"{kept}_MB_per_token"] = weights / 1e6
-        found[f"{kept}_ar_share_of_memory_limit"] = statistics.median(
-            speed * weights / each for speed, each in zip(speeds["ar", kept], read, strict=True)
-        )
+        shares = [weights * ratio for ratio in _ratios(speeds["ar", kept], read)]
+        found[f"{kept}_ar_share_of_memory_limit"] = statistics.median(shares)
     with tempfile.TemporaryDirectory() as directory:
         # As checkpoints are: an fp32 file would stay mapped into memory after the weights were
         # packed from it.
-        narrow = {matrix.dtype for matrix in _matrices(pairs["sixteen"].target)}
+        narrow = {matrix.dtype for matrix in _matrices(bench.pair.target)}
         dtype = torch.float16 if torch.float16 in narrow else torch.bfloat16
-        rounded: Any = copy.deepcopy(bench.apart.target)
-        rounded.to(dtype).save_pretrained(directory)
+        rounded = copy.deepcopy(bench.apart.target)
+        torch.nn.Module.to(rounded, dtype=dtype)
+        rounded.save_pretrained(directory)
         memory = {kept: _resident(directory, kept) for kept in pairs}
     found["resident_MB"] = memory
     added = {kept: each["decoding"] - each["before"] for kept, each in memory.items()}
@@ -92,15 +99,14 @@ def four_bits(bench: Bench, rounds: int) -> JsonObject:
     if find_spec("bitsandbytes") is None:
         return {"skipped": "bitsandbytes is not installed"}
     with tempfile.TemporaryDirectory() as directory:
-        copy.deepcopy(bench.apart.target).save_pretrained(directory)
+        whole = copy.deepcopy(bench.apart.target)
+        whole.save_pretrained(directory)
         rounded = endless(load_model(directory, device="cpu", dtype="float32", quantize="nf4"))
     pairs = {"nf4": Pair(rounded, bench.pair.draft), "sixteen": bench.pair}
-    found: JsonObject = {
-        "forwards": _forwards({kept: pair.target for kept, pair in pairs.items()}, bench)
-    }
+    found: JsonObject = {"forwards": _forwards(pairs, bench)}
     speeds, _, read = _speeds(pairs, bench, ["ar"], rounds)
     found["ar"] = {kept: statistics.median(speeds["ar", kept]) for kept in pairs}
-    ratios = [a / b for a, b in zip(speeds["ar", "nf4"], speeds["ar", "sixteen"], strict=True)]
+    ratios = _ratios(speeds["ar", "nf4"], speeds["ar", "sixteen"])
     found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
@@ -110,20 +116,21 @@ def four_bits(bench: Bench, rounds: int) -> JsonObject:
     return found
 
 
-def _forwards(models: dict[str, PreTrainedModel], bench: Bench) -> JsonObject:
-    made = {
-        kept: runner_forwards(model, bench.text[:128], ROWS, True) for kept, model in models.items()
-    }
-    calls = {f"{kept} {rows}": made[kept][rows] for rows in ROWS for kept in made}
-    times_s = medians_s(calls, bench.pair.target.device, REPEATS)
-    return {
-        str(rows): {f"{kept}_ms": 1e3 * times_s[f"{kept} {rows}"] for kept in made}
-        | {
-            f"{kept}_over_one_row": times_s[f"{kept} {rows}"] / times_s[f"{kept} 1"]
-            for kept in made
-        }
-        for rows in ROWS
-    }
+def _forwards(pairs: dict[str, Pair], bench: Bench) -> JsonObject:
+    context = bench.text[:128]
+    made = {kept: runner_forwards(pair.target, context, ROWS) for kept, pair in pairs.items()}
+    times_s = medians_s(by_name_and_rows(made), bench.pair.target.device, REPEATS)
+    found: JsonObject = {}
+    for rows in ROWS:
+        ms = {f"{kept}_ms": 1e3 * times_s[kept, rows] for kept in made}
+        over = {f"{kept}_over_one_row": times_s[kept, rows] / times_s[kept, 1] for kept in made}
+        found[str(rows)] = ms | over
+    return found
+
+
+def _ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
+    """By round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 Speeds = dict[tuple[str, str], list[float]]
@@ -139,7 +146,7 @@ def _compared(name: str, speeds: Speeds, outputs: Outputs) -> JsonObject:
     return {
         "sixteen": statistics.median(sixteen),
         "fp32": statistics.median(fp32),
-        "gain": statistics.median(a / b for a, b in zip(sixteen, fp32, strict=True)),
+        "gain": statistics.median(_ratios(sixteen, fp32)),
         "outputs_equal": outputs[name, "sixteen"] == outputs[name, "fp32"],
     }
 
@@ -151,16 +158,16 @@ def _speeds(
     the bandwidth of every round.
     """
     made = {
-        (name, kept): build(name, pair, 0.0, bench.max_new_tokens)
-        for name in names
-        for kept, pair in pairs.items()
+        (name, kept): build(name, pairs[kept], 0.0, bench.max_new_tokens)
+        for name, kept in product(names, pairs)
     }
+    device = bench.pair.target.device
     speeds: Speeds = {key: [] for key in made}
     outputs: Outputs = {key: [] for key in made}
     read: list[float] = []
     for turn, share in enumerate([bench.prompts[:1], *bench.rounds(rounds)], start=-1):
         seconds = dict.fromkeys(made, 0.0)
-        before = bandwidth(bench.pair.target.device)
+        before = bandwidth(device)
         for place, prompt in enumerate(share):
             for key in rotated(list(made), turn * len(share) + place):
                 took_s, out = _timed(partial(made[key].decode, [prompt], turn))
@@ -168,13 +175,13 @@ def _speeds(
                 if turn >= 0:
                     outputs[key] += out
         if turn >= 0:
-            read.append((before + bandwidth(bench.pair.target.device)) / 2)
+            read.append((before + bandwidth(device)) / 2)
             for key in made:
                 speeds[key].append(len(share) * bench.max_new_tokens / seconds[key])
     return speeds, outputs, read
 
 
-def _timed(call: Any) -> tuple[float, list[list[int]]]:
+def _timed(call: Callable[[], list[list[int]]]) -> tuple[float, list[list[int]]]:
     started = time.perf_counter()
     out = call()
     return time.perf_counter() - started, out
@@ -197,17 +204,15 @@ def _resident(target: str, kept: str) -> dict[str, float]:
         "-c",
         f"from benchmarks.speed.sixteen_bits import report; report({target!r}, {kept!r})",
     ]
-    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
         command,
         capture_output=True,
         check=True,
         text=True,
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return last_json(done.stdout)
 
 
 def report(target: str, kept: str) -> None:
@@ -216,11 +221,13 @@ def report(target: str, kept: str) -> None:
     before = _resident_mb()
     model = load_model(target, device="cpu", dtype="float32")
     take_over(model)
-    with kept_in_fp32() if kept == "fp32" else nullcontext():
+    with packing(kept):
         SpeculativeDecoder(model).generate([[1] * 16], Sampling(temperature=0.0), 8, eos_ids=())
-    sys.stdout.write(json.dumps({"before": before, "decoding": _resident_mb()}) + "\n")
+    found = {"before": before, "decoding": _resident_mb()}
+    sys.stdout.write(json.dumps(found) + "\n")
 
 
 def _resident_mb() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    statistics_of_memory = Path("/proc/self/statm").read_text()
+    pages = int(statistics_of_memory.split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -45,23 +45,26 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-# This file has the name of the package that it measures; its own directory must not be searched for
-# it.
-sys.path[:] = [
-    entry for entry in sys.path if Path(entry).resolve() != Path(__file__).resolve().parent
-]
+if __name__ == "__main__":
+    # Python puts this directory first.
+    sys.path[0] = str(Path(__file__).parents[2])
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
 
+from benchmarks.lib.engines import last_json  # noqa: E402
+from benchmarks.lib.timing import rotated  # noqa: E402
 from draftsmith.core.command_line import parse  # noqa: E402
 from draftsmith.core.devices import peak_memory, reset_peak_memory, resolve_device  # noqa: E402
 from draftsmith.core.errors import InputError  # noqa: E402
+from draftsmith.core.io import JsonObject  # noqa: E402
 from draftsmith.core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
+from draftsmith.core.options import options  # noqa: E402
 from draftsmith.core.provenance import git_commit, versions  # noqa: E402
 from draftsmith.drafts.heads import HEADS  # noqa: E402
 from draftsmith.train.batch import IGNORE, Batch  # noqa: E402
@@ -76,7 +79,7 @@ CHUNKS = (64, 256, 1024, 4096)
 StepFunction = Callable[[], float]
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """What to measure, and at what shape."""
 
@@ -123,10 +126,8 @@ def make_models(options: Options) -> tuple[PreTrainedModel, PreTrainedModel]:
     device = resolve_device(options.device)
     torch.manual_seed(0)
     if options.target:
-        return tuple(
-            load_model(each, device=str(device), dtype="float32")
-            for each in (options.target, options.draft)
-        )  # type: ignore[return-value]
+        loading: JsonObject = {"device": str(device), "dtype": "float32"}
+        return load_model(options.target, **loading), load_model(options.draft, **loading)
     target = llama(
         options.target_hidden, options.target_layers, options.vocabulary, options.sequence
     )
@@ -162,12 +163,16 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
     batch = Batch(ids_BT, labels_BT, seeds_B=torch.arange(options.batch))
     tokens_N = ids_BT[:, 1:].flatten()
 
+    def logits_of(model: PreTrainedModel) -> torch.Tensor:
+        logits_BTV: torch.Tensor = model(input_ids=ids_BT, use_cache=False).logits
+        return logits_BTV[:, :-1].flatten(0, 1)
+
     def plain(draft: PreTrainedModel) -> torch.Tensor:
         target_NV = None
         if objective.needs_target:
             with torch.no_grad():
-                target_NV = target(input_ids=ids_BT, use_cache=False).logits[:, :-1].flatten(0, 1)
-        draft_NV = draft(input_ids=ids_BT, use_cache=False).logits[:, :-1].flatten(0, 1)
+                target_NV = logits_of(target)
+        draft_NV = logits_of(draft)
         if target_NV is None or options.objective != "fkl":
             return objective.loss(draft_NV, target_NV, tokens_N).sum()
         log_q = draft_NV.float().log_softmax(-1)
@@ -178,8 +183,8 @@ def make_steps(options: Options, methods: Sequence[str]) -> dict[str, Step]:
         kind, _, layers = method.partition(":")
         if kind not in HEADS:
             return LMTrainee(copy.deepcopy(first), objective, target, chunk=options.chunk).train()
-        shape: dict[str, Any] = {"num_layers": int(layers)} if layers else {}
-        head: Any = HEADS[kind].fresh(target, **shape)
+        shape: JsonObject = {"num_layers": int(layers)} if layers else {}
+        head = HEADS[kind].fresh(target, **shape)
         return TRAINEES[kind](head, objective, target, chunk=options.chunk).train()
 
     def made(method: str) -> Step:
@@ -227,11 +232,13 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
     weight_VH = projections[0].weight_VH
     sizes = {str(size): size for size in CHUNKS if size <= count}
     sizes["default"] = min(chunk_size(weight_VH, teacher, None), count)
-    taken: dict[str, list[tuple[float, float, float]]] = {name: [] for name in sizes}
+    keys = ("seconds", "processor_seconds", "page_faults")
+    taken: dict[tuple[str, str], list[float]] = {each: [] for each in product(sizes, keys)}
     for repeat in range(options.repeats + 1):
         for name, size in sizes.items():
-            inputs_NH = hidden[0].clone().requires_grad_()
-            faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            inputs_NH = hidden[0].clone()
+            inputs_NH.requires_grad_()
+            faults = page_faults()
 
             def loss(inputs_NH: torch.Tensor = inputs_NH, size: int = size) -> float:
                 output = Output(weight_VH, None, projections[0])
@@ -243,17 +250,17 @@ def loss_by_chunk(options: Options) -> dict[str, dict[str, float]]:
             clock, busy = timed(loss)
             draft.zero_grad(set_to_none=True)
             if repeat:
-                taken[name].append(
-                    (clock, busy, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
-                )
-    keys = ("seconds", "processor_seconds", "page_faults")
-    medians = {
-        name: map(statistics.median, zip(*found, strict=True)) for name, found in taken.items()
-    }
-    return {
-        name: {"tokens": sizes[name], **dict(zip(keys, each, strict=True))}
-        for name, each in medians.items()
-    }
+                for key, value in zip(keys, (clock, busy, page_faults() - faults), strict=True):
+                    taken[name, key].append(value)
+    found: dict[str, dict[str, float]] = {name: {"tokens": sizes[name]} for name in sizes}
+    for (name, key), values in taken.items():
+        found[name][key] = statistics.median(values)
+    return found
+
+
+def page_faults() -> int:
+    """Page faults of this process so far that read nothing."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def memory_of(method: str, options: Options) -> dict[str, int]:
@@ -271,8 +278,7 @@ def measured_memory(method: str) -> dict[str, int]:
     """`memory_of` in a fresh process with this command's options."""
     words = [sys.executable, __file__, *sys.argv[1:], "--only", method]
     done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return last_json(done.stdout)
 
 
 def timed(step: StepFunction) -> tuple[float, float]:
@@ -291,29 +297,16 @@ def main() -> None:
     if bool(options.target) != bool(options.draft):
         raise InputError("target: is loaded together with a draft; name both, or neither")
     if options.only:
-        sys.stdout.write(json.dumps(memory_of(options.only, options)) + "\n")
+        memory = memory_of(options.only, options)
+        sys.stdout.write(json.dumps(memory) + "\n")
         return
-    skipped = {peer: reason for peer, reason in peers_of(options).items() if reason}
+    reasons = peers_of(options)
+    skipped = {peer: reason for peer, reason in reasons.items() if reason}
     for peer, reason in skipped.items():
         sys.stderr.write(f"{peer}: left out: {reason}\n")
-    methods = ["plain", "chunked", *(peer for peer in peers_of(options) if peer not in skipped)]
-    methods = options.heads.split(",") if options.heads else methods
-    base = methods[0] if options.heads else "chunked"
-    memory = {method: measured_memory(method) for method in methods}
-    on_cpu = str(resolve_device(options.device)) == "cpu"
-    chunks = loss_by_chunk(options) if on_cpu and not options.heads else None
-    steps = make_steps(options, methods)
-    losses = {method: steps[method].make() for method in methods}
-    seconds: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
-    for repeat in range(options.repeats):
-        turn = repeat % len(methods)
-        for method in methods[turn:] + methods[:turn]:
-            seconds[method].append(timed(steps[method].make))
-    tokens = options.batch * (options.sequence - 1)
-    clock, busy = (
-        {method: statistics.median(each[which] for each in seconds[method]) for method in methods}
-        for which in (0, 1)
-    )
+    methods = ["plain", "chunked"] + [peer for peer in reasons if peer not in skipped]
+    if options.heads:
+        methods = options.heads.split(",")
     result = {
         "options": asdict(replace(options, out="")),
         "versions": versions(),
@@ -323,36 +316,57 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),
         "skipped": skipped,
+    }
+    result |= measured(options, methods)
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measured(options: Options, methods: Sequence[str]) -> JsonObject:
+    """Memory, seconds and losses of the methods, over the first kind of head or `chunked`."""
+    base = methods[0] if options.heads else "chunked"
+    memory = {method: measured_memory(method) for method in methods}
+    on_cpu = str(resolve_device(options.device)) == "cpu"
+    chunks = loss_by_chunk(options) if on_cpu and not options.heads else None
+    steps = make_steps(options, methods)
+    losses = {method: steps[method].make() for method in methods}
+    clock_s: dict[str, list[float]] = {method: [] for method in methods}
+    busy_s: dict[str, list[float]] = {method: [] for method in methods}
+    for repeat in range(options.repeats):
+        for method in rotated(methods, repeat):
+            clock, busy = timed(steps[method].make)
+            clock_s[method].append(clock)
+            busy_s[method].append(busy)
+    tokens = options.batch * (options.sequence - 1)
+    seconds = {method: statistics.median(clock_s[method]) for method in methods}
+    spent = {method: statistics.median(busy_s[method]) for method in methods}
+    held = memory[base]["rise"]
+    over = {}
+    for method in methods:
+        over[method] = {
+            "seconds": seconds[method] / seconds[base],
+            "processor_seconds": spent[method] / spent[base],
+            "memory": memory[method]["rise"] / held if held else None,
+        }
+    compared = [] if options.heads else methods
+    trained = steps[base].draft
+    return {
         "loss": losses,
         "parameters": {method: parameter_count(steps[method].draft) for method in methods},
-        "weights_apart": {
-            method: apart(steps[method].draft, steps[base].draft)
-            for method in methods
-            if not options.heads
-        },
+        "weights_apart": {method: apart(steps[method].draft, trained) for method in compared},
         "memory_bytes": memory,
-        "seconds": {method: [clock for clock, _ in seconds[method]] for method in methods},
-        "processor_seconds": {
-            method: [spent for _, spent in seconds[method]] for method in methods
-        },
-        "tokens_per_s": {method: tokens / clock[method] for method in methods},
-        f"over_{base}": {
-            method: {
-                "seconds": clock[method] / clock[base],
-                "processor_seconds": busy[method] / busy[base],
-                "memory": memory[method]["rise"] / held if (held := memory[base]["rise"]) else None,
-            }
-            for method in methods
-        },
+        "seconds": clock_s,
+        "processor_seconds": busy_s,
+        "tokens_per_s": {method: tokens / seconds[method] for method in methods},
+        f"over_{base}": over,
         "chunks": chunks,
     }
-    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def apart(one: torch.nn.Module, other: torch.nn.Module) -> float:
     """The largest difference of a weight."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+    differences = [(a - b).detach() for a, b in pairs]
+    return max(float(difference.abs().max()) for difference in differences)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ others have. What cannot be compared is left out with the reason.
 import os
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +15,13 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
+from benchmarks.lib.places import TARGET
 from draftsmith.core.errors import is_installed
 from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import load_tokenizer
 
 # TRL's name for a divergence is the beta of its generalised Jensen-Shannon divergence.
 GKD_BETA = {"fkl": 0.0, "jsd": 0.5, "jsd:beta=0.5": 0.5, "rkl": 1.0}
-PAIR = Path(__file__).parents[2] / "draftsmith" / "demo" / "pair"
 
 
 def why_not(objective: str) -> dict[str, str]:
@@ -62,7 +61,7 @@ def backward_of(
         os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
         from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-        tokenizer = load_tokenizer(str(PAIR / "target"))
+        tokenizer = load_tokenizer(str(TARGET))
         tokenizer.pad_token = tokenizer.eos_token
         config = GKDConfig(**common, lmbda=0.0, beta=GKD_BETA[objective], temperature=1.0)
         trainer = GKDTrainer(

@@ -205,23 +205,17 @@ SECOND_SEED = {
 PEER = {"eagle3-312": "draftsmith, 312 steps", "peer": "speculators 0.9.0, 305 steps"}
 
 
-@dataclass(frozen=True)
-class LongRuns:
-    """Drafts that a GPU trained on all answers, and their speeds; one beside a peer's trainer."""
-
-    acceptance: Results
-    speeds: Sequence[Document]
-    peer: Results
-
-
 def recipe(
     evaluations: Sequence[Results],
     speeds: Sequence[Sequence[Document]],
     small: Mapping[str, Sequence[Document]],
-    longest: LongRuns,
+    longest: Results,
+    longest_speeds: Sequence[Document],
+    peer: Results,
 ) -> Evidence:
     """Return the tables of Muon beside AdamW. evaluations: of drafts of SmolLM2, one for each of
-    RECIPES. speeds: of those with Muon. small: the runs of each small pair.
+    RECIPES. speeds: of those with Muon. small: the runs of each small pair. longest: drafts that a
+    GPU trained on all answers. peer: one of them beside a peer's trainer.
     """
     rows = []
     for draft in evaluations[1].drafts:
@@ -232,7 +226,7 @@ def recipe(
         ]
         for name, (kind, label) in LONGEST.items():
             if kind == draft:
-                runs.append((label, longest.acceptance, name))
+                runs.append((label, longest, name))
         for label, results, name in runs:
             alphas = [results.figure("alpha", name, kind, 1.0) for kind in ("id", "ood")]
             tau = real_tables.predicted_tau(results, name, "id", 1.0)
@@ -246,15 +240,13 @@ def recipe(
         title = f"SmolLM2, speed over the target alone (tokens per call), medians, {label} steps"
         sections[title] = real_tables.draft_speeds(timed)
     for at in (1.0, 0.0):
-        sections[f"SmolLM2, the longest training, T = {at:g}"] = real_tables.acceptance(
-            longest.acceptance, "draft", at, ALL_ANSWERS
-        )
+        acceptance = real_tables.acceptance(longest, "draft", at, ALL_ANSWERS)
+        sections[f"SmolLM2, the longest training, T = {at:g}"] = acceptance
     title = "SmolLM2, speed over the target alone (tokens per call), medians, the longest training"
-    sections[title] = real_tables.draft_speeds(longest.speeds)
-    sections["SmolLM2, EAGLE-3 by another trainer, T = 1"] = real_tables.acceptance(
-        longest.peer, "trainer", 1.0, PEER
-    )
-    second = real_tables.acceptance(longest.acceptance, "draft, second seed", 1.0, SECOND_SEED)
+    sections[title] = real_tables.draft_speeds(longest_speeds)
+    acceptance = real_tables.acceptance(peer, "trainer", 1.0, PEER)
+    sections["SmolLM2, EAGLE-3 by another trainer, T = 1"] = acceptance
+    second = real_tables.acceptance(longest, "draft, second seed", 1.0, SECOND_SEED)
     sections["SmolLM2, another seed, steps of four answers"] = second
     for pair, found in small.items():
         sections[f"{pair}, held-out alpha by step"] = recipe_tables.curves(found)

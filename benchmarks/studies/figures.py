@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lib.places import ROOT
 from benchmarks.studies import (
     evidence,
     objectives_figure,
@@ -28,7 +29,6 @@ from benchmarks.studies.evidence import ALIGNED_TO, FRONTIERS, LONGER, Evidence
 from draftsmith.demo.demo_run import write_page
 from draftsmith.eval.results import Results
 
-ROOT = Path(__file__).parents[2]
 # Small pairs of the studies of objectives, optimizers and heads.
 PAIRS = ("nano", "stories")
 
@@ -108,11 +108,9 @@ def pages(root: Path) -> list[Evidence]:
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
             recipes,
-            evidence.LongRuns(
-                acceptance=results_of(root, "real-gpu"),
-                speeds=kept(root, "real-longest-speed"),
-                peer=results_of(root, "real-peer"),
-            ),
+            longest=results_of(root, "real-gpu"),
+            longest_speeds=kept(root, "real-longest-speed"),
+            peer=results_of(root, "real-peer"),
         ),
         evidence.how_fast(
             drafts=kept(root, "real-drafts-speed"),

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, write_png
+from draftsmith.eval.report.theme import DARK, LIGHT, Look, drawing, roles_of, write_png
 
 # Those with a colour; with more, none could be told apart. The others are drawn in grey.
 COLOURED = ("fkl", "ce", "jsd", "tvd", "lk_alpha", "rkl")
@@ -17,13 +17,10 @@ PATHS = {"": LIGHT, "-dark": DARK}
 WIDTH, HEIGHT = 10.0, 4.6  # inches
 
 
-def write_pictures(results: JsonObject, out: Path, name: str = "objectives") -> None:
+def write_pictures(results: JsonObject, out: Path, name: str) -> None:
     """OUT/NAME.png and NAME-dark.png."""
-    roles = {"base": "base"}
-    for number, objective in enumerate(COLOURED, start=1):
-        roles[objective] = f"d{number}"
     for suffix, colours in PATHS.items():
-        look = Look(colours, roles)
+        look = Look(colours, roles_of(COLOURED, "base"))
         write_png(picture(results, look), out / f"{name}{suffix}.png")
 
 

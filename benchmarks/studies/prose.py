@@ -7,6 +7,7 @@ numbers are joined by ` - `, ` * `, ` / `, from left to right. After the bar: a 
 `[2]` for a value of two decimals with its interval (`+[2]`: with a sign).
 """
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from benchmarks.studies.figures import kept
 from draftsmith.core.io import read_json
 from draftsmith.eval.formats import with_interval
 
+_SIGNS = {"-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _NAME = re.compile(r"\{([^{}|]+) \| ([^{}]+)\}")
 _FIGURE = re.compile(r"(?<![\w.:=/-])[-+]?(?:[\d,]*\.\d+(?![\w.]*\d)|[\d,.]+%)")
 # What says nothing of a measurement: code, and what a link or a tag leads to.
@@ -97,13 +99,7 @@ def value(root: Path, terms: str) -> Any:
     first, *rest = re.split(r" ([-*/]) ", terms.strip())
     result = _term(root, first)
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
-        other = _term(root, term)
-        if sign == "-":
-            result -= other
-        elif sign == "*":
-            result *= other
-        else:
-            result /= other
+        result = _SIGNS[sign](result, _term(root, term))
     return result
 
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from benchmarks.lib.sets import ROOT
+from benchmarks.lib.places import ROOT
 from benchmarks.studies import figures, real_speed, real_tables
 from benchmarks.studies.real_study import (
     COMMAND,

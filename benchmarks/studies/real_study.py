@@ -9,9 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.lib.sets import ROOT, pieces, shuffled
+from benchmarks.lib.places import ROOT
+from benchmarks.lib.sets import pieces, shuffled
 from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_rows, write_sealed
 from draftsmith.core.models import fingerprint, load_model
+from draftsmith.core.options import options
 from draftsmith.core.prompt_rows import iterate_rows
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.config import DistillConfig
@@ -26,7 +28,7 @@ PIECE_HOURS = 2.5
 DOMAINS = ("chat", "maths", "code", "c4", "wiki")
 
 
-@dataclass(frozen=True, kw_only=True)
+@options
 class Options:
     """Run the study, or some of its pieces."""
 
