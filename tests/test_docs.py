@@ -292,6 +292,29 @@ def test_the_diff_of_an_extension_applies_to_the_code_of_today(page):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_a_verifier_a_loss_and_a_suite_are_added_by_their_pages_alone(tmp_path):
+    rooms = ("draftsmith", "decode", "distill", "train", "eval", "configs", "tests", "benchmarks")
+    for room in rooms:
+        skipped = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=skipped)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("verifier", "loss", "suite"):
+        diff = diff_of(ROOT / "docs" / "extend" / f"{name}.md")
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
+    files = [
+        f"tests/test_{name}.py" for name in ("decode_verify", "train_objectives", "core_suites")
+    ]
+    trial = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    trial += ["-k", "mirrored or hellinger or definitions or dolly"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(trial, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and re.search(
+        r"^[2-9]\d passed", done.stdout, flags=re.MULTILINE
+    ), done.stdout
+
+
 def _in_a_room(path: str) -> bool:
     return any(
         (ROOT / room / path).exists() for room in ("decode", "distill", "train", "draftsmith")
