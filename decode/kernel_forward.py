@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.cache import CachePlace
-from draftsmith.decode.native import Kernel, PackedMatrix, address
+from draftsmith.decode.native import Kernel, PackedMatrix, address, structures
 from draftsmith.decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
@@ -24,8 +24,6 @@ MOST_TOKENS = 256
 # From this many parameters on, matrices of any size are packed: a forward is then one call of the
 # kernel.
 SMALLEST_MODEL = 1 << 18
-_SIZE = ctypes.c_size_t
-_POINTER = ctypes.c_void_p
 
 
 def joined(parts: Sequence[Sequence[Tensor]], dim: int = 0) -> tuple[Tensor, ...]:
@@ -135,60 +133,6 @@ class HeadInputs:
     features_BqD: Tensor | None
 
 
-def _fields(kind: type, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-# The structures of `forward.c`.
-class _Matrix(ctypes.Structure):
-    _fields_ = _fields(_POINTER, "values bias") + _fields(_SIZE, "outputs kind")
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *_fields(_Matrix, "qkv out gate_up down"),
-        *_fields(_POINTER, "norm query_norm key_norm ffn_norm"),
-        ("mask", _SIZE),
-    )
-
-
-class _Opening(ctypes.Structure):
-    _fields_ = (
-        ("fc", _Matrix),
-        *_fields(_POINTER, "embedding_norm feature_norm"),
-        ("feature_normed", _SIZE),
-    )
-
-
-class _Model(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
-        ("count", _SIZE),
-        ("head", _Matrix),
-        ("norm", _POINTER),
-        ("opening", ctypes.POINTER(_Opening)),
-        ("embedding", _POINTER),
-        *_fields(_SIZE, "embedding_packed embedding_kind vocabulary width heads groups size"),
-        *_fields(ctypes.c_float, "eps scale"),
-    )
-
-
-class _Mask(ctypes.Structure):
-    _fields_ = (("values", _POINTER), *_fields(_SIZE, "batch_stride query_stride"))
-
-
-class _Step(ctypes.Structure):
-    _fields_ = (
-        *_fields(_SIZE, "batch queries kept"),
-        *_fields(_POINTER, "tokens positions embedded features"),
-        *_fields(_SIZE, "remembers position_stride"),
-        *_fields(_POINTER, "rotary keys values"),
-        *_fields(_SIZE, "layer_stride batch_stride group_stride column"),
-        ("masks", _Mask * 2),
-        *_fields(_POINTER, "states wanted logits scratch"),
-    )
-
-
 class KernelForward:
     """One model whose products are all packed. The structures hold addresses only: the attributes
     keep the tensors.
@@ -214,11 +158,11 @@ class KernelForward:
         # One kind of mask for each of the two places of a forward.
         self.kinds = sorted({layer.kind for layer in layers})
         self._scratch = torch.empty(0)
-        self._step = _Step()
-        self._layers = (_Layer * len(layers))()
+        self._step = structures.Step()
+        self._layers = (structures.Layer * len(layers))()
         for index, layer in enumerate(layers):
             mask = self.kinds.index(layer.kind)
-            self._layers[index] = _Layer(
+            self._layers[index] = structures.Layer(
                 qkv=_matrix(layer.qkv),
                 out=_matrix(layer.out),
                 gate_up=_matrix(layer.gate_up),
@@ -229,7 +173,7 @@ class KernelForward:
                 ffn_norm=address(layer.ffn_norm_D),
                 mask=mask,
             )
-        self._model = _Model(
+        self._model = structures.Model(
             layers=self._layers,
             count=len(layers),
             head=_matrix(head),
@@ -242,7 +186,7 @@ class KernelForward:
             scale=sizes.scale,
         )
         if opening is not None:
-            self._opening = _Opening(
+            self._opening = structures.Opening(
                 fc=_matrix(opening.fc),
                 embedding_norm=address(opening.embedding_norm_D),
                 feature_norm=address(opening.feature_norm_D),
@@ -303,13 +247,13 @@ class KernelForward:
         for number, kind in enumerate(self.kinds):
             mask = masks[kind]
             if mask is None:
-                step.masks[number] = _Mask(None, 0, 0)
+                step.masks[number] = structures.Mask(None, 0, 0)
             else:
                 row_stride = mask.stride(0) if len(mask) > 1 else 0
-                step.masks[number] = _Mask(mask.data_ptr(), row_stride, mask.stride(2))
+                step.masks[number] = structures.Mask(mask.data_ptr(), row_stride, mask.stride(2))
         step.states = states.data_ptr()
         step.logits = logits_BqV.data_ptr()
-        step.wanted = ctypes.cast(ctypes.c_char_p(flags), _POINTER)
+        step.wanted = ctypes.cast(ctypes.c_char_p(flags), ctypes.c_void_p)
         model_pointer = ctypes.byref(self._model)
         step_pointer = ctypes.byref(step)
         needed = self.functions.scratch(model_pointer, step_pointer)
@@ -330,9 +274,11 @@ def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:
     return hidden_qP.triu_(slots - queries + 1)[None, None]
 
 
-def _matrix(product: FusedLinear | None) -> _Matrix:
+def _matrix(product: FusedLinear | None) -> structures.Matrix:
     if product is None:
-        return _Matrix()
+        return structures.Matrix()
     matrix = product.matrix
     assert matrix is not None
-    return _Matrix(address(matrix.values), address(product.bias_O), matrix.outputs, matrix.kind)
+    return structures.Matrix(
+        address(matrix.values), address(product.bias_O), matrix.outputs, matrix.kind
+    )

@@ -27,6 +27,7 @@ from draftsmith.decode.native import (
     PackedMatrix,
     kernel,
     narrowest,
+    structures,
 )
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Block, Runner
@@ -63,7 +64,7 @@ def library(request, tmp_path_factory):
         return own
     path = tmp_path_factory.mktemp("kernel") / "kernel.so"
     flags = [flag if each.startswith("-march") else each for each in native._FLAGS]
-    subprocess.run(["cc", *flags, "-o", path, native.SOURCE], check=True)
+    subprocess.run(["cc", *flags, "-o", path, *native.SOURCES], check=True)
     return Kernel(ctypes.CDLL(str(path)))
 
 
@@ -371,6 +372,13 @@ def test_is_built_once_and_kept(monkeypatch):
     monkeypatch.setattr(subprocess, "run", counting)
     assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
     assert [command[1:] for command in calls] == [["--version"]]
+
+
+@built
+def test_structures_that_differ_are_not_used(monkeypatch):
+    monkeypatch.setattr(structures, "SHARED", structures.SHARED[::-1])
+    reason = native._kernel_or_reason.__wrapped__()
+    assert str(reason).endswith("model.h and structures.py differ")
 
 
 @built

@@ -104,7 +104,7 @@ def defaults() -> dict[str, str]:
     optimizer = _with_name(
         TrainConfig(data=["x"], out="y", kind="eagle3", target="z"), zero=False
     ).name
-    code = sorted((ROOT / "decode" / "native").glob("*.c"))
+    code = sorted((ROOT / "decode" / "native").glob("*.[ch]"))
     kernel = hashlib.sha256(b"".join(file.read_bytes() for file in code)).hexdigest()
     (objective,) = AlignConfig(target="x", prompts="y", out="z").objective
     names = {"adamw": "AdamW", "muon": "Muon", "sgd": "SGD"}

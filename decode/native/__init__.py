@@ -35,9 +35,11 @@ from torch.nn import functional as F
 
 from draftsmith.core.errors import RunError, first_line
 from draftsmith.core.io import atomic_file
+from draftsmith.decode.native import structures
 from draftsmith.decode.native.large_pages import empty_bytes
 
-SOURCE = Path(__file__).with_name("forward.c")  # includes linear.c
+_FILES = sorted(Path(__file__).parent.glob("*.[ch]"))
+SOURCES = [path for path in _FILES if path.suffix == ".c"]
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -89,6 +91,10 @@ class Kernel:
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = function("scratch", [pointer, pointer], size)
         self.forward = function("forward", [pointer, pointer], kind)
+        theirs = (size * len(structures.SHARED))()
+        function("sizes", [pointer])(theirs)
+        if [*theirs] != [ctypes.sizeof(shared) for shared in structures.SHARED]:
+            raise OSError("model.h and structures.py differ")
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -333,7 +339,7 @@ def _load(compiler: str) -> ctypes.CDLL:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=30
     ).stdout
-    sources = [path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c"))]
+    sources = [path.read_bytes() for path in _FILES]
     built_from = b"\0".join([*sources, version, " ".join(_FLAGS).encode(), _processor()])
     key = hashlib.sha256(built_from).hexdigest()
     directory = _private_cache()
@@ -342,7 +348,7 @@ def _load(compiler: str) -> ctypes.CDLL:
         return library
     with tempfile.TemporaryDirectory() as temporary:
         built = Path(temporary) / "linear.so"
-        command = [compiler, *_FLAGS, "-o", str(built), str(SOURCE)]
+        command = [compiler, *_FLAGS, "-o", str(built), *map(str, SOURCES)]
         # Takes seconds; on a busy machine, minutes.
         subprocess.run(command, capture_output=True, check=True, timeout=300)
         content = built.read_bytes()

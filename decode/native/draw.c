@@ -2,7 +2,7 @@
    the masses sum to more than u times their total. Sums are in double, by blocks, and of what is left anew after each
    draw: so the largest mass, once drawn, takes nothing from the smallest. */
 
-#include "largest.c"
+#include "blocks.h"
 
 /* The mass of a block without the tokens taken. */
 INLINE double mass_left(const float *p, size_t begin, size_t end, const int64_t *taken, size_t count) {

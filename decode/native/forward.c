@@ -8,70 +8,16 @@
 
    X tokens (batch rows times queries of each), P slots of the cache that are read, E size of a head. */
 
-#include "attention.c"
+#include "model.h"
 
 #include <math.h>
 
-#include "draw.c"
-#include "siblings.c"
+#include "attention.h"
+#include "linear.h"
+#include "tiles.h"
 
 #define FETCHED_SLOTS (2 * PANEL)     /* `transposed` fetches what comes behind them */
 #define FETCHED_MOST ((size_t)1 << 18) /* bytes for a thread, which its second-level cache has room for */
-
-/* The same structures stand in kernel_forward.py. */
-struct matrix {
-    const char *values;
-    const float *bias; /* may be NULL */
-    size_t outputs, kind;
-};
-
-struct layer {
-    struct matrix qkv, out, gate_up, down;
-    const float *norm, *query_norm, *key_norm, *ffn_norm; /* all but ffn_norm may be NULL */
-    size_t mask;                                          /* which of the step's masks */
-};
-
-/* What a draft head makes of the embedding of a token and the feature before it, both given with the step. EAGLE: x = fc
-   [embedding, feature]. EAGLE-3, without `fc.values`: x = feature, normed where `feature_normed`, and the first layer
-   reads [normed embedding, normed feature]. A block drafter, which has none of the three: x = embedding. */
-struct opening {
-    struct matrix fc;
-    const float *embedding_norm, *feature_norm;
-    size_t feature_normed;
-};
-
-struct model {
-    const struct layer *layers;
-    size_t count;
-    struct matrix head;            /* without values: no logits */
-    const float *norm;             /* may be NULL */
-    const struct opening *opening; /* NULL: x is the embedding of the token */
-    const char *embedding; /* [vocabulary][width] in fp32, or packed in `embedding_kind` where `embedding_packed` */
-    size_t embedding_packed, embedding_kind, vocabulary;
-    size_t width, heads, groups, size;
-    float eps, scale;
-};
-
-struct mask {
-    const float *values; /* [batch][queries][P], added to the scores; NULL: everything is seen */
-    size_t batch_stride, query_stride;
-};
-
-struct step {
-    size_t batch, queries, kept; /* logits of the last `kept` queries of each row */
-    const int64_t *tokens, *positions;
-    const float *embedded, *features; /* [X][width], of a model with an opening, which reads no tokens */
-    size_t remembers;                 /* of a block drafter: cache keys and values of the features, and nothing else */
-    size_t position_stride; /* between rows; 0: all have the same */
-    const float *rotary;    /* [positions][2 * size]: cosines, then sines with the sign of the half that is added */
-    float *keys, *values;   /* [layers][batch][groups][slots][size] */
-    size_t layer_stride, batch_stride, group_stride, column;
-    struct mask masks[2];
-    float *states;         /* [number wanted][X][width] */
-    const uint8_t *wanted; /* [layers + 2]: whether the state before that layer, after all layers, after the last norm, is wanted */
-    float *logits;         /* [batch * kept][vocabulary] */
-    float *scratch;
-};
 
 static size_t widest_gate_up(const struct model *m) {
     size_t most = 0;
@@ -137,10 +83,17 @@ static void times(
     const struct matrix *m, const float *x, const float *other, float *y, size_t rows, size_t inputs, uint16_t *room) {
     for (size_t r = 0; r < rows; r += MOST_ROWS) {
         size_t count = rows - r < MOST_ROWS ? rows - r : MOST_ROWS;
-        const float *added = other ? other + r * m->outputs : NULL;
-        linear_of_kind(
-            (int)m->kind, x + r * inputs, m->values, m->bias, added, y + r * m->outputs, count, inputs, m->outputs,
-            room);
+        struct product p = {
+            .x = x + r * inputs,
+            .packed = m->values,
+            .bias = m->bias,
+            .other = other ? other + r * m->outputs : NULL,
+            .y = y + r * m->outputs,
+            .rows = count,
+            .inputs = inputs,
+            .outputs = m->outputs,
+            .room = room};
+        draftsmith_product((int)m->kind, p);
     }
 }
 
@@ -294,6 +247,14 @@ static void remember(const struct model *m, const struct step *s, float *qkv, ui
         times(&layer->qkv, s->features, NULL, qkv, s->batch * s->queries, m->width, room);
         rotate(m, s, layer, qkv, s->keys + i * s->layer_stride, s->values + i * s->layer_stride);
     }
+}
+
+/* Sizes of the structures that structures.py has too, in its order. */
+void draftsmith_sizes(size_t *sizes) {
+    const size_t own[] = {
+        sizeof(struct matrix), sizeof(struct layer), sizeof(struct opening), sizeof(struct model), sizeof(struct mask),
+        sizeof(struct step)};
+    memcpy(sizes, own, sizeof(own));
 }
 
 /* 0, or 1 for a token that the vocabulary does not have. */

@@ -1,15 +1,8 @@
 /* The largest values of a row of logits, and their places. */
 
-#define SEARCHED 128 /* values of a block; only blocks with one of the largest values are searched */
+#include <math.h>
 
-/* Where the block ends that begins at `begin`. */
-INLINE size_t block_end(size_t begin, size_t width) { return begin + SEARCHED < width ? begin + SEARCHED : width; }
-
-INLINE int is_among(int64_t place, const int64_t *places, size_t count) {
-    for (size_t k = 0; k < count; k++)
-        if (places[k] == place) return 1;
-    return 0;
-}
+#include "blocks.h"
 
 /* The place of the largest value of a block that is not among those taken, the first of equal ones; -1 if none is left. */
 INLINE int64_t largest_left(const float *x, size_t begin, size_t end, const int64_t *taken, size_t count) {

@@ -1,5 +1,9 @@
 /* Multi-candidate speculative sampling at one node: the siblings are tried in the order in which they were drawn from q
-   without replacement. See `mcsd` in decode/verify/siblings.py, whose steps these are. Uses what attention.c has. */
+   without replacement. See `mcsd` in decode/verify/siblings.py, whose steps these are. */
+
+#include <float.h>
+
+#include "vectors.h"
 
 /* (p - share q)+ of LANES tokens. */
 INLINE vec above(const float *p, const float *q, float share) {

@@ -9,22 +9,9 @@
    A packed panel has GROUP inputs after GROUP inputs; of two inputs, the values lie side by side for each of the PANEL
    outputs. Surplus inputs are zero. */
 
-#define GROUP 32     /* inputs of a tile of weights, and of a tile of x */
-#define TILE_ROWS 16 /* rows of a tile: of x, or pairs of inputs */
-#define SPLITS 3
-#define TILE_VALUES (TILE_ROWS * GROUP)
+#include "tiles.h"
+
 #define MOST_TILES (SPLITS * MOST_ROWS / TILE_ROWS)
-
-INLINE size_t group_count(size_t inputs) { return (inputs + GROUP - 1) / GROUP; }
-INLINE size_t tile_count(size_t rows) { return (SPLITS * rows + TILE_ROWS - 1) / TILE_ROWS; }
-
-/* Where panel p has input i of its output o. */
-INLINE size_t place_in_tiles(size_t p, size_t i, size_t o, size_t inputs) {
-    return (p * group_count(inputs) * GROUP + i / 2 * 2) * PANEL + 2 * o + i % 2;
-}
-
-/* bf16 values that `rows` rows of x need, split. */
-INLINE size_t split_values(size_t rows, size_t inputs) { return tile_count(rows) * group_count(inputs) * TILE_VALUES; }
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && LANES == 16 && defined(__linux__)
 #include <sys/syscall.h>
@@ -202,27 +189,24 @@ INLINE void joined(const float *parts, const float *bias, const float *other, fl
     }
 }
 
-/* The product, by the threads of the parallel region that it is called in. split: room for `split_values`. */
-static void linear_by_tiles(
-    const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows, size_t inputs,
-    size_t outputs, uint16_t *split) {
-    size_t panels = panel_count(outputs), groups = group_count(inputs);
+void draftsmith_linear_by_tiles(const struct product *p) {
+    size_t panels = panel_count(p->outputs), groups = group_count(p->inputs);
     float sums[MOST_TILES * TILE_ROWS * PANEL] __attribute__((aligned(64)));
     struct tile_config theirs;
-    split_rows(x, rows, inputs, split);
-    IN_MEMORY(split);
+    split_rows(p->x, p->rows, p->inputs, p->room);
+    IN_MEMORY(p->room);
     /* Torch's own products may have configured the tiles for themselves. */
     IN_MEMORY(&theirs);
     _tile_storeconfig(&theirs);
     _tile_loadconfig(&EIGHT_TILES);
 #pragma omp for schedule(static)
-    for (size_t p = 0; p < panels; p++) {
-        size_t first = p * PANEL, width = outputs - first < PANEL ? outputs - first : PANEL;
-        panel_by_tiles(packed + p * groups * GROUP_BYTES, split, tile_count(rows), groups, sums);
-        for (size_t r = 0; r < rows; r++)
+    for (size_t panel = 0; panel < panels; panel++) {
+        size_t first = panel * PANEL, width = p->outputs - first < PANEL ? p->outputs - first : PANEL;
+        panel_by_tiles(p->packed + panel * groups * GROUP_BYTES, p->room, tile_count(p->rows), groups, sums);
+        for (size_t r = 0; r < p->rows; r++)
             joined(
-                sums + SPLITS * r * PANEL, bias ? bias + first : NULL, other ? other + r * outputs + first : NULL,
-                y + r * outputs + first, width);
+                sums + SPLITS * r * PANEL, p->bias ? p->bias + first : NULL,
+                p->other ? p->other + r * p->outputs + first : NULL, p->y + r * p->outputs + first, width);
     }
     if (theirs.palette)
         _tile_loadconfig(&theirs);
@@ -232,7 +216,5 @@ static void linear_by_tiles(
 #else
 int draftsmith_tiles(void) { return 0; }
 
-static void linear_by_tiles(
-    const float *x, const char *packed, const float *bias, const float *other, float *y, size_t rows, size_t inputs,
-    size_t outputs, uint16_t *split) {}
+void draftsmith_linear_by_tiles(const struct product *p) {}
 #endif

@@ -7,10 +7,17 @@
    The matrix is packed as in tiles.c: of two inputs, the values lie side by side for each output. So for linear.c a pair
    of inputs is one value of 32 bits, and only rounding and multiplying are other. */
 
+#ifndef DRAFTSMITH_PAIRS_H
+#define DRAFTSMITH_PAIRS_H
+
+#include "packing.h"
+
+#define TILE 6 /* rows whose sums stay in registers */
+
 INLINE size_t pair_count(size_t inputs) { return group_count(inputs) * GROUP / 2; }
 
 #if defined(__AVX512BF16__) && LANES == 16
-int draftsmith_pairs(void) { return 1; }
+#define MULTIPLIES_PAIRS 1
 
 /* sum + w . x: a pair of weights in each lane, and a pair of inputs. */
 INLINE vec add_pairs(vec w, float x, vec sum) {
@@ -28,7 +35,7 @@ INLINE void round_row(const float *x, size_t inputs, uint16_t *to) {
 
 /* Where a thread finds all rows of x as pairs. Few rows are rounded by each thread for itself: it would wait longer for
    another to do it. */
-static const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) {
+INLINE const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) {
     size_t stride = 2 * pair_count(inputs);
     if (rows <= TILE) {
         room += (size_t)omp_get_thread_num() * rows * stride;
@@ -40,11 +47,11 @@ static const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t
     return (const float *)room;
 }
 #else
-int draftsmith_pairs(void) { return 0; }
+#define MULTIPLIES_PAIRS 0
 
 INLINE vec add_pairs(vec w, float x, vec sum) { return sum; }
 
-static const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) { return x; }
+INLINE const float *rounded(const float *x, size_t rows, size_t inputs, uint16_t *room) { return x; }
 #endif
 
 /* bf16 values of room for `rounded`, of so many rows or fewer. */
@@ -52,3 +59,5 @@ INLINE size_t rounded_values(size_t rows, size_t inputs) {
     size_t copied = (size_t)omp_get_max_threads() * (rows < TILE ? rows : TILE);
     return (rows > copied ? rows : copied) * 2 * pair_count(inputs);
 }
+
+#endif

@@ -1,19 +1,18 @@
 /* Attention of a few queries over many slots of a cache: scores, weights, and the weighed sum of the values.
 
-   Queries that share keys and values are multiplied with them as the rows of `linear.c` are with weights: a block of
+   Queries that share keys and values are multiplied with them as the rows of `panels.h` are with weights: a block of
    keys is turned into a panel once for all of them, values are one already. A score sums over the head's elements in
    order, an output over the slots in order, for one query as for many, so that their bits do not depend on how many
    there are. */
 
-#include "linear.c"
+#ifndef DRAFTSMITH_ATTENTION_H
+#define DRAFTSMITH_ATTENTION_H
 
 #include <float.h>
 
+#include "panels.h"
+
 #define TOGETHER (5 * TILE) /* queries that share one reading of keys and values */
-
-typedef double doubles __attribute__((vector_size(LANES * 8)));
-
-INLINE vec at(const float *place) { return *(const vec *)place; }
 
 /* exp(x); 0 below what fp32 holds as a normal number. */
 INLINE vec exponential(vec x) {
@@ -97,8 +96,15 @@ static void transposed(const float *keys, size_t count, size_t size, float *colu
 INLINE void mix(
     const int WIDE, size_t rows, float *to, const float *weights, size_t weight_stride, const float *values, size_t slots,
     size_t size) {
-    const char *panel = (const char *)values;
-    rows_over_slice(FP32, NULL, rows, WIDE, weights, weight_stride, panel, size, slots, to, size, NULL, 0, NULL);
+    struct slice s = {
+        .x = weights,
+        .x_stride = weight_stride,
+        .panel = (const char *)values,
+        .panel_stride = size,
+        .inputs = slots,
+        .sums = to,
+        .sums_stride = size};
+    rows_over_slice(FP32, NULL, rows, WIDE, s);
 }
 
 /* The same of whole outputs: each one's sum runs over the slots in order. */
@@ -125,8 +131,15 @@ static void score(
         size_t here = slots - p < PANEL ? slots - p : PANEL;
         transposed(keys + p * size, here, size, columns);
         memset(sums, 0, count * PANEL * sizeof(float));
-        rows_over_slice(
-            FP32, NULL, count, VECTORS, queries, size, (const char *)columns, PANEL, size, sums, PANEL, NULL, 0, NULL);
+        struct slice s = {
+            .x = queries,
+            .x_stride = size,
+            .panel = (const char *)columns,
+            .panel_stride = PANEL,
+            .inputs = size,
+            .sums = sums,
+            .sums_stride = PANEL};
+        rows_over_slice(FP32, NULL, count, VECTORS, s);
         for (size_t t = 0; t < count; t++)
             for (size_t v = 0; v < PANEL; v += LANES) {
                 vec score = scale * at(sums + t * PANEL + v);
@@ -161,3 +174,5 @@ static float weighed(float *scores, size_t slots, float top) {
     for (int lane = 0; lane < LANES; lane++) sum += total[lane];
     return (float)sum;
 }
+
+#endif
