@@ -118,7 +118,8 @@ def expected(
         read_s, draft_s = _row_s(models.target, draft, runs[0])
         expected_s["train"] = (read * read_s + trained * draft_s) / launched()
     # The target decodes every set alone, then with every draft and tree.
-    decoded = 1 + len(evaluation.draft) * len(evaluation.tree) * max(costs.values(), default=_CHAIN)
+    trees = [tree for tree in evaluation.tree if tree != "none"]
+    decoded = 1 + len(evaluation.draft) * len(trees) * max(costs.values(), default=_CHAIN)
     decoded *= (len(evaluation.id) + len(evaluation.ood)) * len(evaluation.temperature)
     hottest = max(evaluation.temperature)
     tokens = evaluation.max_new_tokens
