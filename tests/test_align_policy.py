@@ -22,6 +22,7 @@ def prompts(tmp_path_factory):
     return write_rows(tmp_path_factory.mktemp("policy") / "own.jsonl", *rows)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_balanced_draft_replays_and_is_compared_with_a_plain_one(
     door, prompts, target_dir, draft_dir, tmp_path

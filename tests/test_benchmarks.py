@@ -99,6 +99,7 @@ def tiny_bench() -> Bench:
     )
 
 
+@pytest.mark.slow
 def test_sections_hold_what_the_readme_says(monkeypatch):
     monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
     monkeypatch.setattr(sections, "FORWARD_REPEATS", 2)

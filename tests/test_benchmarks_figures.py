@@ -10,6 +10,7 @@ from benchmarks.studies.frontier_tables import Sets, document_of
 from draftsmith.eval.bootstrap import PromptSums
 
 
+@pytest.mark.slow
 def test_the_tables_of_the_docs_are_those_of_the_kept_results(tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     shutil.copy(ROOT / "README.md", tmp_path)

@@ -11,20 +11,15 @@ from benchmarks.studies.figures import kept
 
 # Drafts with a state and MTP heads have tests of their own.
 CHECKED = [check for check in CHECKS if check not in ("teach MTP", "draft chains")]
-TYPES = [
+QUICK = ["bert", "bloom", "deepseek_v3", "jamba", "lfm2", "mamba"]
+OTHERS = [
     "bamba",
-    "bert",
-    "bloom",
-    "deepseek_v3",
     "falcon_h1",
     "gemma3n_text",
     "granitemoehybrid",
     "hy_v4",
-    "jamba",
     "kimi_linear",
-    "lfm2",
     "llama4_text",
-    "mamba",
     "mamba2",
     "minimax",
     "nemotron_h",
@@ -45,7 +40,9 @@ def test_every_causal_type_was_tried(types):
     assert list(types) == causal_types()
 
 
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_the_table_of_the_docs_is_made_again(name, types):
     kept_reasons = {check: types[name][check] for check in ("tiny", *CHECKED)}
     assert _works(examine(name, CHECKED)) == _works(kept_reasons)

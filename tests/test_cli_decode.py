@@ -118,6 +118,7 @@ def test_rows_are_those_of_the_contract(
     assert f"draftsmith decode: {skipped}" in said
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_dir, prompts_file):
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file]
     words += [

@@ -28,6 +28,7 @@ def hybrid_dir(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_a_hybrid_target_from_answers_to_decoding(
     hybrid_dir, draft_dir, prompts_file, tmp_path, door
 ):

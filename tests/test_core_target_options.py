@@ -29,7 +29,11 @@ def test_every_command_that_loads_a_target_has_the_group():
 
 
 @pytest.mark.parametrize(
-    "command", ["init --method prune --out out", "plan --draft {draft} --out out/plan.json"]
+    "command",
+    [
+        "init --method prune --out out",
+        pytest.param("plan --draft {draft} --out out/plan.json", marks=pytest.mark.slow),
+    ],
 )
 def test_init_and_plan_take_the_chat_template_that_they_ask_for(
     command, door, target_dir, draft_dir, tmp_path, monkeypatch

@@ -38,6 +38,7 @@ def words(target_dir, prompts_file, tmp_path, monkeypatch):
     ).split()
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, spawn):
     assert door(*words)[0] == 0
     shutil.move("set", "whole")

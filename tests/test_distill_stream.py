@@ -113,6 +113,7 @@ class _Echo(Engine):
                 assert done(request, Answer((7,), "length")) is None
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_rows(words, door, monkeypatch, tmp_path):
     """What Python holds after eight parts and after 64: rows, prompts, answers and reasons have
     gone to the disk.

@@ -276,6 +276,7 @@ def test_a_plan_by_which_no_draft_pays_leads(tmp_path, capsys):
     assert json.loads(summary)["pays"] is False
 
 
+@pytest.mark.slow
 def test_printed_commands_run(tmp_path, monkeypatch, capsys):
     """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take
     apart.

@@ -347,7 +347,11 @@ def simulated(settings: int, cells: int, speed: float, rng: np.random.Generator)
 
 @pytest.mark.parametrize(
     ("settings", "cells", "speed", "runs", "least", "most"),
-    [(12, 4, 1.0, 60, 0.0, 0.05), (30, 6, 1.0, 30, 0.0, 0.05), (12, 4, 1.15, 60, 0.85, 1.0)],
+    [
+        (12, 4, 1.0, 60, 0.0, 0.05),
+        pytest.param(30, 6, 1.0, 30, 0.0, 0.05, marks=pytest.mark.slow),
+        (12, 4, 1.15, 60, 0.85, 1.0),
+    ],
 )
 def test_ship_is_seldom_said_without_a_speedup_and_mostly_with_one(
     settings, cells, speed, runs, least, most

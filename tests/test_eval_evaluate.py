@@ -333,6 +333,7 @@ def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
     assert found["target"] == str(tmp_path / "moved/demo/target")
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_timed_again_and_all_else_is_kept(world, summary, tmp_path):
     shutil.copytree(world.out, again := tmp_path / "again")
     run("eval", ["--time_again", str(again)])

@@ -127,6 +127,7 @@ def test_what_the_run_would_not_measure_is_refused():
     assert check(replace(GOOD, draft=["base=b"], require=["alpha[ood T=1.0] > 0"])).base == "base"
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_3_and_one_line_for_each(
     door, target_dir, draft_dir, prompts_file, tmp_path
 ):

@@ -23,6 +23,7 @@ def adapt():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     adapt, target_dir, draft_dir, tmp_path, capsys

@@ -134,7 +134,9 @@ def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
     )
 
 
-@pytest.mark.parametrize("engine", ["vllm", "llamacpp", "sglang"])
+@pytest.mark.parametrize(
+    "engine", ["vllm", *(pytest.param(engine, marks=SLOW) for engine in ("llamacpp", "sglang"))]
+)
 @pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=SLOW)])
 def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperature):
     """vLLM counts what sampled drafts get accepted; the others draft greedily."""
@@ -158,6 +160,7 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     assert lines[-2:] == ["suspect: draft lm was trained for other target weights", "as predicted"]
 
 
+@pytest.mark.slow
 def test_an_answer_asked_for_ten_times_is_one(place):
     rows = (place / "prompts.jsonl").read_text().splitlines()[:3]
     (place / "repeated.jsonl").write_text("\n".join(rows * 4))
@@ -304,7 +307,7 @@ def count_greedy(server: Drafting, guess: Callable[[list[int]], int], ids: list[
     ("kind", "value", "temperature"),
     [
         ("repetition", 1.2, 0.0),
-        ("presence", 1.0, 0.0),
+        pytest.param("presence", 1.0, 0.0, marks=SLOW),
         pytest.param("frequency", 0.5, 0.0, marks=SLOW),
     ],
 )
@@ -408,6 +411,7 @@ def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, messag
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_counts_of_each_request_tolerate_other_traffic(place):
     with drafting("vllm", pair_of(place), per_request=True, others=50) as (url, _):
         found = ask(place, url, temperature=0)
