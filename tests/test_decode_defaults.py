@@ -27,6 +27,7 @@ from draftsmith.decode import (
     default_verifier,
     parse_tree,
 )
+from draftsmith.decode.supported_models import _reads_windows
 from tests.tiny_models import random_llama
 
 GREEDY = Sampling(temperature=0.0)
@@ -198,3 +199,16 @@ def test_a_window_is_a_matter_of_the_class_and_not_of_words_in_its_file():
     model: PreTrainedModel = Own(config)
     with pytest.raises(InputError, match="Own attends to all tokens"):
         SpeculativeDecoder(model, PromptLookupProposer(), "kary:2,1")
+
+
+def test_a_config_that_needs_arguments_is_believed():
+    class OwnConfig(LlamaConfig):
+        """Of somebody's own."""
+
+        def __init__(self, size, **options):
+            super().__init__(**options)
+            self.size = size
+
+    model = LlamaForCausalLM(LlamaConfig(**tiny(1).config.to_dict()))
+    model.config = OwnConfig(3, **model.config.to_dict() | {"sliding_window": 8})
+    assert _reads_windows(model)
