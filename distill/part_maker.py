@@ -143,6 +143,8 @@ class _PartMaker:
         try:
             answers = [answer_text(tokenizer, row["response_ids"]) for row in rows]
             ids = turn_prompt(chat, answers, tokenizer)
+            if ids is None and not key.turn:
+                raise InputError("every assistant turn calls tools; none is the target's to answer")
             if ids is not None and longest is not None and len(ids) > longest:
                 raise InputError(f"{len(ids)} tokens, more than the {longest} that fit")
         except InputError as error:

@@ -327,7 +327,7 @@ def _row(record: Record, tokenizer: Tokenizer, ends: Sequence[int]) -> NumberedR
         row = SetRow(
             id=numbered_id if own_id else content_id([*prompt, *response]),
             prompt_id=own_id or content_id(prompt),
-            prompt_hash=content_id(prompt),
+            prompt_hash=content_id(cut.kept[-1].prompt_ids),
             asked=f"{answer.asked:016x}",
             domain=text_of(stored, "domain") or "default",
             prompt_ids=prompt,

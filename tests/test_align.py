@@ -612,6 +612,18 @@ def test_a_chat_and_its_first_question_are_on_one_side(target_dir, tmp_path):
     }
 
 
+def test_turns_of_one_chat_cannot_be_divided(target_dir, tmp_path):
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    chat = [
+        {"role": ("user", "assistant")[turn % 2], "content": f"dog {turn}"} for turn in range(5)
+    ]
+    source = write_rows(tmp_path / "p.jsonl", *({"messages": chat[:end]} for end in (1, 3, 5)))
+    with pytest.raises(InputError, match=r"all 3 prompts ask the same, or are turns of one chat"):
+        hold_out(source, read_prompts(source, tokenizer), 1, tmp_path / "divided")
+    assert not (tmp_path / "divided").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -268,3 +268,16 @@ def test_a_template_that_refuses_costs_its_row_alone(words, door):
     out, _ = door.ok(*words)
     # The first and the third row hold the turn that is refused.
     assert "2 done, 2 skipped" in out and "the chat template refuses it (no c)" in out
+
+
+def test_a_chat_whose_answers_all_call_tools_is_skipped(words, door):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    Path("chat.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}[assist]"
+    )
+    question = {"role": "user", "content": "a"}
+    calling = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    write_rows("p.jsonl", {"messages": calling}, {"messages": [question]})
+    out, _ = door.ok(*words)
+    assert "1 done, 1 skipped" in out.splitlines()[0]
+    assert "every assistant turn calls tools; none is the target's to answer" in out

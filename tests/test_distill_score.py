@@ -170,6 +170,8 @@ def test_rows_from_elsewhere(words, door, target_dir):
         "stop",
     ]
     assert [(row["id"], row["turn"]) for row in rows[3:5]] == [("two", 0), ("two-1", 1)]
+    # One prompt of one row, as `distill` writes turns.
+    assert rows[3]["prompt_hash"] == rows[4]["prompt_hash"] != rows[1]["prompt_hash"]
     check_teacher_rows(rows, target_dir)
 
 

@@ -35,6 +35,11 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
             keys[-1] += [asked_in_chat(chat.first(turns)) for turns in chat.answered()]
     ranks = group_ranks(keys)
     count = min(count, max(ranks))
+    if not count:
+        raise InputError(
+            f"{source}: all {len(ranks)} prompts ask the same, or are turns of one chat, so none "
+            "can be held out; add prompts, or name others with --id"
+        )
     skipped = {skip.row for skip in read.skipped}
     used = iter(zip(read.prompts, ranks, strict=True))
     train: list[dict[str, object]] = []
