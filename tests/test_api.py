@@ -61,11 +61,12 @@ def test_every_public_name_is_what_type_checkers_are_told():
     assert (Path(ds.__file__).parent / "py.typed").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
         "ds.train",
-        pytest.param("import draftsmith.train.config as c", marks=pytest.mark.slow),
+        "import draftsmith.train.config as c",
     ],
 )
 def test_train_is_a_package_and_a_function(first):

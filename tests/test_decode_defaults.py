@@ -205,7 +205,7 @@ def test_a_config_that_needs_arguments_is_believed():
     class OwnConfig(LlamaConfig):
         """Of somebody's own."""
 
-        def __init__(self, size, **options):
+        def __init__(self, size: int, **options: Any) -> None:
             super().__init__(**options)
             self.size = size
 

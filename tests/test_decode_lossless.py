@@ -375,8 +375,11 @@ def statistic(
     return chi_square(counts, exact_distribution(llama(2), PROMPT, LENGTH, sampling), significance)
 
 
-# The fast tests hold every verifier and every proposer once or twice; the slow ones every pair.
-EVERY_RULE = ("draft", "prompt_lookup, then draft")
+# The fast tests hold every verifier and nearly every proposer once; the slow ones every pair.
+def is_quick(variant: str, verifier: str) -> bool:
+    """Whether the fast tests hold it."""
+    others = ("draft,", "several", "dspark", "jetspec", "prompt_lookup, then")
+    return variant == "draft" or verifier == "exact" and not variant.startswith(others)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +388,7 @@ EVERY_RULE = ("draft", "prompt_lookup, then draft")
         pytest.param(
             variant,
             verifier,
-            marks=[] if variant in EVERY_RULE or verifier == "exact" else [pytest.mark.slow],
+            marks=[] if is_quick(variant, verifier) else [pytest.mark.slow],
         )
         for variant, verifier in itertools.product(VARIANTS, LOSSLESS)
     ],
@@ -400,6 +403,7 @@ def test_output_distribution_is_the_targets(variant, verifier):
 
 # Verifiers and ways to sample meet in one function's distributions, so that each is tried, and not
 # every two.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verifier", "sampling"), list(zip(LOSSLESS, itertools.cycle(SAMPLINGS), strict=False))
 )
@@ -426,7 +430,12 @@ def test_the_distributions_differ_enough_to_tell():
 
 @pytest.mark.parametrize("verifier", ["exact", "mcsd", "traversal", "greedy"])
 @pytest.mark.parametrize(
-    "parents", [(-1, -1, 1, 2), (-1, -1, 0, 1, 3), (-1, -1, -1, 0, 1, 2, 3, 4, 5)]
+    "parents",
+    [
+        (-1, -1, 1, 2),
+        pytest.param((-1, -1, 0, 1, 3), marks=pytest.mark.slow),
+        pytest.param((-1, -1, -1, 0, 1, 2, 3, 4, 5), marks=pytest.mark.slow),
+    ],
 )
 def test_below_a_node_that_does_not_exist_there_is_nothing(verifier, parents):
     """With fewer tokens than siblings a node is missing, and so is all that hangs below it, however
@@ -446,6 +455,7 @@ def test_below_a_node_that_does_not_exist_there_is_nothing(verifier, parents):
                 assert row.stats.proposed == length * row.stats.target_calls
 
 
+@pytest.mark.slow
 def test_a_broken_rule_is_rejected(monkeypatch):
     """The same test, with one thing wrong at a time."""
     made = decoder("draft", "kary:3,2", "mcsd")
@@ -483,6 +493,7 @@ def test_a_broken_rule_is_rejected(monkeypatch):
         assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
+@pytest.mark.slow
 def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     """Stopping by a block drafter's confidence is lossless; the length with the greatest confidence
     of a whole drawn chain is not, because the confidence behind a token depends on that token

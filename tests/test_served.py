@@ -216,9 +216,7 @@ PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "cause", [list(PLANTED)[0], *(pytest.param(cause, marks=SLOW) for cause in list(PLANTED)[1:])]
-)
+@pytest.mark.parametrize("cause", [pytest.param(cause, marks=SLOW) for cause in PLANTED])
 def test_a_planted_cause_is_named(place, cause):
     named(place, "lm", cause, *PLANTED[cause])
 
@@ -264,8 +262,10 @@ def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
     ), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "rule"), [pytest.param("vllm", ", and a greedy draft", marks=SLOW), ("llamacpp", "")]
+    ("engine", "rule"),
+    [("vllm", ", and a greedy draft"), ("llamacpp", "")],
 )
 def test_the_server_s_own_temperature_is_named(place, engine, rule):
     with drafting(engine, pair_of(place), verifier="naive", temperature=0.7) as (url, server):

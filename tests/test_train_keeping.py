@@ -51,7 +51,13 @@ def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domain
         )
 
 
-@pytest.mark.parametrize("more", [["--packing", "true"], []], ids=["packed", "plain"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--packing", "true"], marks=pytest.mark.slow, id="packed"),
+        pytest.param([], id="plain"),
+    ],
+)
 def test_held_states_save_forwards_and_change_no_bit(
     more, answers, draft_dir, target_dir, tmp_path, door, monkeypatch
 ):

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
-from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
@@ -16,9 +16,6 @@ from draftsmith.drafts.load import draft_kind
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.schema import JOINED
 from draftsmith.train.config import DraftKind, HeadOptions, TrainConfig
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 # Names in the evaluation: prompt lookup, and prompt lookup before the draft.
 LOOKUP = "lookup"
@@ -62,7 +59,10 @@ def given(options: JsonObject) -> JsonObject:
     }
 
 
-def _shared(choices: "DataclassInstance", stage: type["DataclassInstance"]) -> JsonObject:
+def _shared(
+    choices: DistillChoices | TrainChoices | EvalChoices,
+    stage: type[DistillConfig | TrainConfig | EvalConfig],
+) -> JsonObject:
     """Return the options of `align` that the stage itself has."""
     options = given(asdict(choices))
     return {field.name: options[field.name] for field in fields(stage) if field.name in options}

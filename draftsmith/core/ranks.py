@@ -85,7 +85,9 @@ def from_main(work: Callable[[], T]) -> T:
     if launched() > 1:
         from accelerate.utils import broadcast_object_list
 
-        result, failure = broadcast_object_list([result, failure])
+        ended = [result, failure]
+        broadcast_object_list(ended)
+        result, failure = cast("tuple[T | None, Exception | None]", ended)
     if failure is not None:
         raise failure
     return cast(T, result)
