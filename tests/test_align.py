@@ -228,6 +228,7 @@ def test_the_file_of_a_run_is_run_again_by_hand(
     assert said in door.refused("align", "--config", file)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
@@ -261,6 +262,7 @@ def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir,
     assert "has changed since this run began" in door.refused("align", *words(after))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_deleted_answers_are_written_again_and_the_draft_of_them_stays(
     door, files, target_dir, draft_dir, tmp_path

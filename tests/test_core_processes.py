@@ -180,6 +180,7 @@ def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expec
     assert done.stdout.strip() == str(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc gives freed blocks back so early"
 )

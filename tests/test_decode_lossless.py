@@ -378,7 +378,7 @@ def statistic(
 # The fast tests hold every verifier and nearly every proposer once; the slow ones every pair.
 def is_quick(variant: str, verifier: str) -> bool:
     """Whether the fast tests hold it."""
-    others = ("draft,", "several", "dspark", "jetspec", "prompt_lookup, then")
+    others = ("draft,", "several", "dspark", "jetspec", "lookahead", "prompt_lookup, then")
     return variant == "draft" or verifier == "exact" and not variant.startswith(others)
 
 
@@ -571,7 +571,10 @@ def test_every_pair_decodes_as_without_compiling(variant):
 
 @pytest.mark.parametrize(
     ("variant", "tree", "verifier"),
-    [("draft", "chain:2", "speculative"), ("eagle3", "kary:2,2", "mcsd")],
+    [
+        ("draft", "chain:2", "speculative"),
+        pytest.param("eagle3", "kary:2,2", "mcsd", marks=pytest.mark.slow),
+    ],
 )
 def test_a_step_is_one_graph(variant, tree, verifier):
     check_one_graph(variant, tree, verifier, "eager", SAMPLED)

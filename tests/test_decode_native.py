@@ -381,13 +381,14 @@ def test_structures_that_differ_are_not_used(monkeypatch):
     assert str(reason).endswith("model.h and structures.py differ")
 
 
+@pytest.mark.slow
 @built
 @pytest.mark.parametrize(
     "damage",
     [
         lambda whole: whole[:-40] + b"x" * 40,
-        pytest.param(lambda whole: whole[:4096], marks=pytest.mark.slow),
-        pytest.param(lambda whole: b"", marks=pytest.mark.slow),
+        lambda whole: whole[:4096],
+        lambda whole: b"",
     ],
 )
 def test_a_damaged_library_is_built_anew(damage, tmp_path, monkeypatch):

@@ -160,6 +160,7 @@ def evaluated(config: EvalConfig) -> Any:
     return evaluate(config).document
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
     found = evaluate(world)

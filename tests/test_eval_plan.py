@@ -148,10 +148,9 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
     assert engine_rows("hydra", expected, range(1, 4)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-@pytest.mark.parametrize(
-    ("temperature", "busy"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("temperature", "busy"), [(0, True), (1, False)])
 def test_a_plan_is_written_beside_the_draft_and_used(
     temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
 ):

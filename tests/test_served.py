@@ -236,6 +236,7 @@ def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detai
     assert found["tried"][0]["misfit"] < 0.01
 
 
+@pytest.mark.slow
 def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
     pair = pair_of(place)
     plain_rope(pair, pair.drafts["draft"])
@@ -276,7 +277,8 @@ def test_the_server_s_own_temperature_is_named(place, engine, rule):
     assert all("temperature" not in body for body in server.bodies)
 
 
-@pytest.mark.parametrize("engine", ["vllm", pytest.param("llamacpp", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
 def test_another_chat_template_is_named(place, engine):
     with drafting(engine, pair_of(place), template="Q: {messages}\nA:") as (url, _):
         found = ask(place, url, prompts="chats", temperature=0)
