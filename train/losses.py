@@ -51,7 +51,7 @@ def _of_logits(loss: LossFn) -> LossFn:
         assert target_NV is not None, "this loss needs the target's logits"
         return loss(_log_probs(draft_NV), _log_probs(target_NV), **options)
 
-    del of_logits.__wrapped__  # type: ignore[attr-defined]  # whose arguments are others
+    del of_logits.__wrapped__  # its arguments are others
     return of_logits
 
 
