@@ -22,7 +22,7 @@ from draftsmith.eval.bootstrap import PromptSums, Resamples, quotient, ratio, re
 from draftsmith.eval.results_table import ResultsTable, key_of
 from draftsmith.eval.schema import Estimate, Row, SuiteKind
 
-Verdict = Literal[
+Advice = Literal[
     "ship", "ship_for", "none_beats_none", "rejected", "not_shown", "busy", "too_few", "not_timed"
 ]
 # A draft whose tokens per target call are surely below this saves no time, whatever the clock says.
@@ -71,7 +71,7 @@ class Decision:
     machine was busy. `comparisons`: speedups that Holm's correction counts.
     """
 
-    verdict: Verdict
+    verdict: Advice
     setting: Setting | None
     cells: list[Cell]
     over_base: Estimate | None
@@ -250,7 +250,7 @@ def _measurable_gain(results: ResultsTable, draft: str, kind: SuiteKind) -> floa
     return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0
 
 
-def _verdict(results: ResultsTable, decision: Decision) -> Verdict:
+def _verdict(results: ResultsTable, decision: Decision) -> Advice:
     cells = decision.cells
     chosen_signs = {cell.sign for cell in cells}
     if 1 in chosen_signs:

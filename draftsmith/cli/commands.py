@@ -1,6 +1,7 @@
 """The commands: one table of what each does, its options and its function. Imports nothing heavy.
 
-A command's function takes its options and the command line as typed, and returns its `Outcome`.
+A command's function takes its options and the command line as typed, and returns a
+`CommandResult`.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from draftsmith.cli.command_result import CommandResult
 from draftsmith.cli.examples import EXAMPLES
-from draftsmith.cli.outcome import Outcome
 from draftsmith.core.errors import InputError, RequirementError, shown
 
 if TYPE_CHECKING:
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
     from draftsmith.train.config import TrainConfig
 
 
-def _init(config: "InitConfig", command: str) -> Outcome:
+def _init(config: "InitConfig", command: str) -> CommandResult:
     from draftsmith.starting import in_words, init
 
     summary = init(config)
-    return Outcome(summary, [*in_words(summary), f"draft:  {summary['out']}"])
+    return CommandResult(summary, [*in_words(summary), f"draft:  {summary['out']}"])
 
 
-def _distill(config: "DistillConfig", command: str) -> Outcome:
+def _distill(config: "DistillConfig", command: str) -> CommandResult:
     from draftsmith.distill.generate import distill
 
     summary = distill(config, command)
@@ -65,10 +66,10 @@ def _distill(config: "DistillConfig", command: str) -> Outcome:
         lines += own["left_out_because"]
     if summary["sampling_from_target"]:
         lines.append(f"sampling: {summary['sampling_from_target']}")
-    return Outcome(summary, lines)
+    return CommandResult(summary, lines)
 
 
-def _score(config: "ScoreConfig", command: str) -> Outcome:
+def _score(config: "ScoreConfig", command: str) -> CommandResult:
     from draftsmith.distill.score import score_set
 
     summary = score_set(config, command)
@@ -78,7 +79,7 @@ def _score(config: "ScoreConfig", command: str) -> Outcome:
         f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
         "skipped"
     )
-    return Outcome(summary, [line, *summary["skipped_because"], *summary["dropped_because"]])
+    return CommandResult(summary, [line, *summary["skipped_because"], *summary["dropped_because"]])
 
 
 def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
@@ -94,7 +95,7 @@ def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
     return smoke_recipe(recipe)
 
 
-def _train(config: "TrainCommandConfig", command: str) -> Outcome:
+def _train(config: "TrainCommandConfig", command: str) -> CommandResult:
     from draftsmith.core.record import heldout_curve, still_rising, train_longer
     from draftsmith.train.training_run import train
 
@@ -110,25 +111,25 @@ def _train(config: "TrainCommandConfig", command: str) -> Outcome:
             f"held-out alpha was still rising ({rise:+.3f} in the last fifth of the steps); train "
             f"longer: {longer}"
         )
-    return Outcome(summary, lines)
+    return CommandResult(summary, lines)
 
 
-def _decode(config: "DecodeConfig", command: str) -> Outcome:
+def _decode(config: "DecodeConfig", command: str) -> CommandResult:
     from draftsmith.cli.decode_run import decode
 
     return decode(config)
 
 
-def _align(config: "AlignConfig", command: str) -> Outcome:
+def _align(config: "AlignConfig", command: str) -> CommandResult:
     from draftsmith.alignment.stages import run_stages
     from draftsmith.alignment.summary import lines, summary
 
     config, results = run_stages(config)
     shown = summary(config, results)
-    return Outcome(shown, lines(shown, results))
+    return CommandResult(shown, lines(shown, results))
 
 
-def _demo(config: "DemoConfig", command: str) -> Outcome:
+def _demo(config: "DemoConfig", command: str) -> CommandResult:
     from draftsmith.alignment import summary
     from draftsmith.alignment.serving import advise
     from draftsmith.alignment.stages import run_stages
@@ -150,10 +151,10 @@ def _demo(config: "DemoConfig", command: str) -> Outcome:
     ]
     shown["serve"] = dataclasses.asdict(advise(options, large))
     shown["large"] = eval_summary(large)
-    return Outcome(shown, [*lines, *page, f"took {time.monotonic() - started:.0f} s"])
+    return CommandResult(shown, [*lines, *page, f"took {time.monotonic() - started:.0f} s"])
 
 
-def _eval(config: "EvalConfig", command: str) -> Outcome:
+def _eval(config: "EvalConfig", command: str) -> CommandResult:
     from draftsmith.eval.request import check
 
     request = check(config)  # before torch is imported
@@ -165,19 +166,19 @@ def _eval(config: "EvalConfig", command: str) -> Outcome:
     results = Results.load(config.out)
     shown = summary(results)
     files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
-    return Outcome(shown, [*headline_and_table(results), *files], unmet)
+    return CommandResult(shown, [*headline_and_table(results), *files], unmet)
 
 
-def _render(config: "RenderConfig", command: str) -> Outcome:
+def _render(config: "RenderConfig", command: str) -> CommandResult:
     from draftsmith.eval.evaluate import render
     from draftsmith.eval.results import Results
 
     unmet = _unmet(lambda: Results.load(config.render).require(*config.require))
     report = str(render(config.render))
-    return Outcome({"report": report}, [f"report:  {report}"], unmet)
+    return CommandResult({"report": report}, [f"report:  {report}"], unmet)
 
 
-def _time_again(config: "TimeAgainConfig", command: str) -> Outcome:
+def _time_again(config: "TimeAgainConfig", command: str) -> CommandResult:
     from draftsmith.eval.evaluate import without_timings
 
     return _eval(without_timings(config.time_again), command)
@@ -191,7 +192,7 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
     return None
 
 
-def _doctor(config: "DoctorConfig", command: str) -> Outcome:
+def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
     from draftsmith.drafts.doctor import DRAFT_TOKENS, examine
     from draftsmith.eval.formats import with_interval
 
@@ -217,19 +218,19 @@ def _doctor(config: "DoctorConfig", command: str) -> Outcome:
         )
     if not pays:
         lines.append(f"Without --plan, the commands that draft {DRAFT_TOKENS} tokens are printed.")
-    return Outcome(verdicts, lines)
+    return CommandResult(verdicts, lines)
 
 
-def _served(config: "ServedConfig", command: str) -> Outcome:
+def _served(config: "ServedConfig", command: str) -> CommandResult:
     from draftsmith.serving.acceptance import served
     from draftsmith.serving.report import in_words
 
     found = served(config)
     lines, unmet = in_words(found)
-    return Outcome(found, lines, unmet)
+    return CommandResult(found, lines, unmet)
 
 
-def _export(config: "ExportConfig", command: str) -> Outcome:
+def _export(config: "ExportConfig", command: str) -> CommandResult:
     from draftsmith.drafts.layouts.export import export
 
     summary = export(config)
@@ -240,10 +241,10 @@ def _export(config: "ExportConfig", command: str) -> Outcome:
     size = sum(summary["files"].values()) / 2**20
     count = len(summary["files"])
     line = f"{config.out}: {summary['kind']} as {config.format}, {count} files, {size:.1f} MiB"
-    return Outcome(summary, [line, checked, *summary["remarks"]])
+    return CommandResult(summary, [line, checked, *summary["remarks"]])
 
 
-def _plan(config: "PlanConfig", command: str) -> Outcome:
+def _plan(config: "PlanConfig", command: str) -> CommandResult:
     from draftsmith.eval.draft_sources import copies_first
     from draftsmith.eval.method import decode_options
     from draftsmith.eval.planning.plan import plan, plan_lines
@@ -265,15 +266,15 @@ def _plan(config: "PlanConfig", command: str) -> Outcome:
     how = f"--tree {tree}"
     if copies_first(config.draft):
         how = shlex.join(decode_options(document["models"]["draft"], tree))
-    return Outcome(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
+    return CommandResult(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
 
 
-def _status(config: "StatusConfig", command: str) -> Outcome:
+def _status(config: "StatusConfig", command: str) -> CommandResult:
     from draftsmith.directory_status import look, summary
 
     held = look(config.directory)
     lines = list(chain.from_iterable(each.lines() for each in held))
-    return Outcome(summary(config.directory, held), lines)
+    return CommandResult(summary(config.directory, held), lines)
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class Command:
 
     what: str
     config: str
-    function: Callable[[Any, str], Outcome]
+    function: Callable[[Any, str], CommandResult]
     parallel: bool = False
     instead: Mapping[str, "Command"] = field(default_factory=dict)
     alone: str | None = None

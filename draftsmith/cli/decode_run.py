@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.cli.outcome import Outcome
+from draftsmith.cli.command_result import CommandResult
 from draftsmith.config import DecodeConfig
 from draftsmith.core.devices import peak_memory
 from draftsmith.core.documents import read_documents
@@ -42,7 +42,7 @@ DRAFT_STYLE = "bold green"
 Batches = Callable[[int], Iterator[list[Output]]]
 
 
-def decode(config: DecodeConfig) -> Outcome:
+def decode(config: DecodeConfig) -> CommandResult:
     """Decode; stream the text of a single output to the terminal."""
     pair, decoding = load(config)
     if config.fast and (line := missing_kernel(pair.target.device)):
@@ -91,7 +91,7 @@ def decode(config: DecodeConfig) -> Outcome:
         outputs = list(chain.from_iterable(batches()))
     summary = _summary(config, decoding, prompts, outputs)
     summary |= {"sampling": drawn, "sampling_from_target": resolved.from_target}
-    return Outcome(summary, _in_words(summary, resolved.note, streamed))
+    return CommandResult(summary, _in_words(summary, resolved.note, streamed))
 
 
 def _say(line: str) -> None:

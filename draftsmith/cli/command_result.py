@@ -7,7 +7,7 @@ from draftsmith.core.errors import RequirementError
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CommandResult:
     """The result of a command.
 
     summary: what `--json` prints. lines: what a person reads. unmet: set if results miss a
