@@ -105,8 +105,8 @@ class Counts(TypedDict):
 class SuiteRow(TypedDict):
     """One prompt set; done + skipped + failed == read.
 
-    `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations and find
-    training prompts. `prompt_groups`: a number per prompt, the same for prompts of one group, also
+    `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations.
+    `prompt_groups`: a number per prompt, the same for prompts of one group, also
     in several sets; older results have none.
     """
 
