@@ -35,11 +35,6 @@ from draftsmith.eval.bootstrap import PromptSums, Resamples, interval, pooled_ra
 from draftsmith.eval.method import Method
 
 Floats = NDArray[np.float64]
-# Rules whose chance by rank is drawn (`acceptance.rank_chances`) where a node has several
-# candidates.
-_DRAWN = ("mcsd", "specinfer", "exact")
-_JOINT = ("block", "traversal")
-_KNOWN = (*_DRAWN, *_JOINT, "speculative", "naive")
 # A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are
 # predicted too.
 LONGEST_CHAIN = 8
@@ -124,17 +119,20 @@ def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:
     if not isinstance(shape, Tree):
         return False  # its shape depends on what was drafted
     if sampling.greedy:
-        return rule in _KNOWN or VERIFIERS[rule].lossless
+        return VERIFIERS[rule].lossless
     if rule == "naive" and shape.stop:
         return False  # the stop reads another distribution than the one drawn from
-    return rule in _KNOWN and (rule != "traversal" or shape.is_chain)
+    return bool(VERIFIERS[rule].predicted) and (rule != "traversal" or shape.is_chain)
 
 
 def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:
-    """By rule of `_DRAWN`, the most candidates of one node; at temperature 0 nothing is drawn."""
+    """By rule whose chances by rank are drawn (`acceptance.rank_chances`), the most candidates of
+    one node; at temperature 0 nothing is drawn.
+    """
     needed: dict[str, int] = {}
     for method in methods:
-        if isinstance(method.shape, Tree) and method.verifier in _DRAWN and not sampling.greedy:
+        drawn = VERIFIERS[method.verifier].predicted == "by rank" and not sampling.greedy
+        if isinstance(method.shape, Tree) and drawn:
             width = max(method.shape.widths)
             if width > 1 or method.verifier == "exact":
                 needed[method.verifier] = max(needed.get(method.verifier, 0), width)
@@ -151,7 +149,7 @@ def predict(
         return None
     if not traces.any_depth and shape.depth > len(traces.values["ratio"]):
         return None
-    joint = rule in _JOINT and not sampling.greedy
+    joint = VERIFIERS[rule].predicted == "by path" and not sampling.greedy
     by_rank = None if joint else chances(max(shape.widths), rule, sampling, traces)
     return _walk(shape, traces, by_rank)
 
@@ -164,7 +162,7 @@ def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Fl
         orders_K11 = np.arange(1, 1 + width)[:, None, None]
         same_DKPL = traces.values["order"][:, None] == orders_K11
         return same_DKPL.astype(np.float64)
-    if verifier in _DRAWN and (width > 1 or verifier == "exact"):
+    if VERIFIERS[verifier].predicted == "by rank" and (width > 1 or verifier == "exact"):
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]
 

@@ -11,7 +11,7 @@ Legend: B rows, D depth, M nodes with the root, V vocabulary, U uniforms per row
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from draftsmith.decode.tree import Drawing, TreeShape
 
@@ -42,9 +42,11 @@ class Verifier:
 
     name, title (at most 60 characters) and paper are shown to users. several_drafts: siblings may
     come from different distributions. drawings: the valid methods of drawing siblings, the
-    preferred one first. run: takes the target's fp32 distributions at every node, `[B, M, V]`, and
-    float64 uniforms `[B, uniforms(tree)]`; at temperature 0 these are None and p is one-hot, so
-    that every lossless rule comes to `exact`.
+    preferred one first. predicted: how `eval` predicts its tau above temperature 0: it accepts a
+    token with min(1, p/q), or with a chance of its rank that is drawn, or whole paths. run: takes
+    the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
+    `[B, uniforms(tree)]`; at temperature 0 these are None and p is one-hot, so that every lossless
+    rule comes to `exact`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Verifier:
     several_drafts: bool = False
     drawings: tuple[Drawing, ...]
     uniforms: Callable[["TreeBatch"], int] = uniforms_per_depth
+    predicted: Literal["by token", "by rank", "by path"] | None = None
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
@@ -106,6 +109,7 @@ _RULES = (
         # Siblings that differ cover more of the vocabulary; beyond that the rule does not ask how
         # they were chosen.
         drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
+        predicted="by rank",
         run=_in("exact", "exact"),
     ),
     Verifier(
@@ -117,6 +121,7 @@ _RULES = (
         paper="Li et al. 2024, arXiv 2406.16858",
         several_drafts=True,
         drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        predicted="by token",
         run=_in("exact", "exact"),
     ),
     Verifier(
@@ -126,6 +131,7 @@ _RULES = (
         chains_only=True,
         # One draw per node, so how a second one would be drawn does not matter.
         drawings=("without_replacement", "with_replacement", "deterministic"),
+        predicted="by token",
         run=_in("siblings", "speculative"),
     ),
     Verifier(
@@ -134,6 +140,7 @@ _RULES = (
         paper="Yang et al. 2024, arXiv 2401.06706",
         drawings=("without_replacement", "deterministic"),
         uniforms=uniforms_per_sibling,
+        predicted="by rank",
         run=_in("siblings", "mcsd"),
     ),
     Verifier(
@@ -151,6 +158,7 @@ _RULES = (
         several_drafts=True,
         drawings=("with_replacement",),
         uniforms=uniforms_per_sibling,
+        predicted="by rank",
         run=_in("siblings", "independent"),
     ),
     Verifier(
@@ -175,6 +183,7 @@ _RULES = (
         paper="Sun et al. 2024, arXiv 2403.10444",
         chains_only=True,
         drawings=("without_replacement", "deterministic"),
+        predicted="by path",
         run=_in("traversal", "traversal"),
     ),
     Verifier(
@@ -183,6 +192,7 @@ _RULES = (
         paper="Weng et al. 2025, arXiv 2505.12398",
         drawings=("without_replacement", "deterministic"),
         uniforms=lambda tree: max(tree.parents_RN.shape[1], tree.depth) + 1,
+        predicted="by path",
         run=_in("traversal", "traversal"),
     ),
     Verifier(
