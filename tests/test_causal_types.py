@@ -37,7 +37,8 @@ def types():
 
 
 def test_every_causal_type_was_tried(types):
-    assert list(types) == causal_types()
+    """Of the transformers that is installed: an older one has fewer."""
+    assert [name for name in types if name in causal_types()] == causal_types()
 
 
 @pytest.mark.parametrize(

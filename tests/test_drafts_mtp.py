@@ -154,6 +154,8 @@ def test_a_native_layer_drafts_as_in_transformers(nextn):
 
 def transformers_states(target: Any, ids_1T: Tensor, features_1TH: Tensor) -> Tensor:
     """What transformers' own MTP model gives behind these features of the target."""
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this transformers runs its MTP layers only in generate()")
     cache = MtpCache(config=target.config.get_mtp_config())
     positions_1T = torch.arange(1, ids_1T.shape[1])[None]
     model = MtpModel.from_pretrained(target)

@@ -40,7 +40,7 @@ MOMENTS = [
     "draftsmith.train.checkpoint, 'publish', 1, KILL",
     "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'tokenizer.json'",
     # All is there but for what is to be removed.
-    "shutil, 'rmtree', 1, KILL, lambda a, **k: a.name == 'final' and a.exists()",
+    "shutil, 'rmtree', 1, KILL, lambda a, **k: pathlib.Path(a).name == 'final' and a.exists()",
 ]
 
 

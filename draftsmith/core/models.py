@@ -281,7 +281,7 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[int, int]]:
     """The number of routed experts and their parameters: in a list, or as tensors `[experts, ...]`;
     shared ones are not among them.
     """
-    is_named = name.rpartition(".")[2] == "experts"
+    is_named = "experts" in name.split(".")[-2:]
     own = list(module.parameters(recurse=False))
     if is_named and isinstance(module, nn.ModuleList):
         yield len(module), parameter_count(module)
