@@ -25,13 +25,12 @@ import time  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
+from draftsmith.cli.commands import COMMANDS, instead_of, print_completion, run  # noqa: E402
 from draftsmith.cli.examples import ROAD  # noqa: E402
 from draftsmith.core.errors import (  # noqa: E402
     InputError,
     RequirementError,
     RunError,
-    nearest,
     one_line,
     printable,
 )
@@ -99,10 +98,7 @@ def _prepare(words: list[str]) -> int | None:
         print_completion(words[1:])
         return 0
     if name not in COMMANDS:
-        print(
-            f"draftsmith: {name!r} is not a command; {nearest(name, COMMANDS, 'the commands are')}",
-            file=sys.stderr,
-        )
+        print(f"draftsmith: {name!r} is not a command; {instead_of(name)}", file=sys.stderr)
         return 2
     # Escape characters that the terminal cannot show, instead of ending the run.
     for stream in (sys.stdout, sys.stderr):

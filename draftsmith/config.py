@@ -7,6 +7,7 @@ from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import check_out
 from draftsmith.core.options import (
     AtLeast1,
+    Device,
     NotIdentity,
     Out,
     PromptOptions,
@@ -218,7 +219,7 @@ class DemoConfig:
     """Use a few prompts and steps, to see in seconds that everything runs; the figures mean
     nothing.
     """
-    device: str = "auto"
+    device: Device = "auto"
     """auto, cpu, cuda or cuda:N."""
 
 

@@ -7,16 +7,18 @@ import json
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub import HfApi, RepoUrl, constants
 
 from draftsmith.__main__ import main
-from draftsmith.core import hub
+from draftsmith.core import hub, sources
 from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.prompt_rows import check_rows
 from draftsmith.drafts import cards
 from draftsmith.drafts.engine_commands import SERVING
 
@@ -88,6 +90,33 @@ def checkpoint(tmp_path, target_dir):
     return directory
 
 
+def test_a_hub_that_does_not_answer_is_known_in_seconds(monkeypatch, tmp_path):
+    """Its client would retry for a minute. A cached repository is read without it."""
+
+    class Silent:
+        def head(self, url: str, timeout: float) -> None:
+            time.sleep(3)
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(sources, "get_session", Silent)
+    monkeypatch.setattr(sources, "_HUB_ANSWERS_S", 0.05)
+    sources._answers.cache_clear()
+    began = time.monotonic()
+    with pytest.raises(InputError, match="none in the hub's cache, and the hub cannot be reached"):
+        sources.check_source("org/model")
+    with pytest.raises(InputError, match="no dataset owner/name:split .*cannot be reached"):
+        check_rows("org/prompts:test")
+    (tmp_path / "models--org--model").mkdir()
+    sources.check_source("org/model")
+    with hub.offline_if_unreachable("org/model"):
+        assert constants.HF_HUB_OFFLINE
+    with hub.offline_if_unreachable(str(tmp_path)):
+        assert not constants.HF_HUB_OFFLINE
+    assert time.monotonic() - began < 1
+    sources._answers.cache_clear()
+
+
 def test_header_of_a_draft_has_what_the_hub_reads():
     header, body = split(cards.checkpoint_card(RECORD))
     assert header == {
@@ -117,7 +146,7 @@ def test_paths_do_not_pass_for_hub_names_and_datasets_are_those_that_the_prompts
     mine = {"draft": str(tmp_path), "data": ["out/mine/data"]}
     header, _ = split(cards.checkpoint_card(RECORD | {"target": str(tmp_path), "config": mine}))
     assert "base_model" not in header and "datasets" not in header
-    assert [hub.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [
+    assert [sources.is_hub_name(name) for name in ("a/b", "a", "a/b/c", "./b", "/b", "~/b")] == [
         True,
         *[False] * 5,
     ]

@@ -101,6 +101,10 @@ def test_every_spelling_of_a_value():
         inner=Inner(rate=1e-3),
     )
     assert read("--name", "a", "--loud", "false").loud is False
+    assert read("--name", "a", "--limit", "3", "--limit", "4").limit == 4
+    assert "--name: is given twice; keep one" in refusal("--name", "a", "--name", "b")
+    for typed in ("bf16", "BF16", "torch.bfloat16", "bfloat16"):
+        assert read("--name", "a", "--dtype", typed).dtype == "bfloat16"
     assert read("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]
     assert [parse(Options, "test", ["--name", "a", *more])[1] for more in ((), ("--json",))] == [
         False,
@@ -231,6 +235,7 @@ def test_python_callers_get_the_same_checks():
         ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),
         ({"words": "b"}, "words: must be a valid list, got 'b'; write ['b']"),
         ({"words": "b", "name": ...}, "words: must be a valid list"),
+        ({"words": {"a": "x"}}, "words: is a list here; write ['a=x']"),
         ({"name": ...}, "name: is missing"),
         ({"colour": "blue"}, "colour: must be 'red' or 'green', got 'blue'"),
         ({"count": float("nan")}, "count: "),

@@ -84,6 +84,12 @@ MISTAKES += [
     "align --target t --prompts p --out o --objective jsdd".split(),
     "decode --target t --prompt p --verifier specinfr".split(),
     "eval --target t --draft a=b --id c=d --out o --tree chian:3".split(),
+    # Names of models and files.
+    "decode --target no-such-model --prompt p".split(),
+    "decode --target some/model-GGUF --prompt p".split(),
+    "distill --target draftsmith/demo/pair/target --prompts none.jsonl --out o".split(),
+    "train --draft no/draft --data none --out o".split(),
+    "eval --target draftsmith/demo/pair/target --draft a=prompt_lookup --id c=d --out o".split(),
 ]
 
 

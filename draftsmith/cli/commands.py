@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.command_result import CommandResult
 from draftsmith.cli.examples import EXAMPLES
-from draftsmith.core.errors import InputError, RequirementError, shown
+from draftsmith.core.errors import InputError, RequirementError, nearest, shown
 
 if TYPE_CHECKING:
     from draftsmith.alignment.config import AlignConfig
@@ -370,11 +370,22 @@ COMMANDS = {
         alone="directory",
     ),
 }
+
+
+def instead_of(name: str) -> str:
+    """Say what to type instead of a command that does not exist."""
+    from draftsmith.core.io import read_words
+
+    meant: str | None = read_words(__file__).get(name)
+    return meant or nearest(name, COMMANDS, "the commands are")
+
+
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: print its lines, and with `--json` its summary as the last line."""
+    from draftsmith.cli.named_inputs import check_named
     from draftsmith.core.command_line import asks_all, parse, underscored
     from draftsmith.core.ranks import is_main, require_single_process
 
@@ -399,6 +410,9 @@ def run(name: str, argv: list[str]) -> None:
         raise
     if not command.parallel:
         require_single_process(name)
+    # A smoke test makes its models.
+    if not getattr(config, "smoke", False):
+        check_named(config)
     outcome = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():
         print(shown("\n".join(outcome.lines)))

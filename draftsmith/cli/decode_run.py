@@ -17,7 +17,6 @@ from draftsmith.config import DecodeConfig
 from draftsmith.core.devices import peak_memory
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError, shown
-from draftsmith.core.hub import check_source
 from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
 from draftsmith.core.options import identity
 from draftsmith.core.progress import progress
@@ -25,6 +24,7 @@ from draftsmith.core.prompts import Prompt, PromptSet, read_prompts, room_for_pr
 from draftsmith.core.ranks import say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
+from draftsmith.core.sources import check_source
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from draftsmith.decode import PROPOSERS, DecodeStats

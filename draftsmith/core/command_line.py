@@ -69,7 +69,11 @@ def parse(
     lines: dict[str, str] = {}
     for name in typed.get("config", []):
         lines |= _read_file(name, table, values)
+    keys = [word.partition("=")[0] for word in words]
     for key in typed.keys() & table.keys():
+        # A number is often given anew at the end of a line; two names are a mistake.
+        if keys.count(f"--{key}") > 1 and table[key].metavar == "TEXT" and not table[key].many:
+            raise InputError(f"--{key}: is given twice; keep one")
         is_null = typed[key] in ("null", "~") and table[key].nullable
         put(values, key, None if is_null else typed[key])
     try:

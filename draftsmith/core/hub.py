@@ -7,13 +7,9 @@ nor saved.
 
 import contextlib
 import os
-import re
-import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
 import torch
 from huggingface_hub import constants, snapshot_download
@@ -22,11 +18,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from draftsmith.core.errors import InputError, RunError, first_line, one_line
-from draftsmith.core.io import read_json
 from draftsmith.core.ranks import from_main
+from draftsmith.core.sources import hub_is_reachable, is_hub_name
 
-# Files of a directory that a message names.
-_NAMED = 4
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
@@ -42,95 +36,14 @@ def quiet() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-# One of these is in every model's directory, and one of those in every tokenizer's.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-# What directories without a model are, by a file in them.
-_OTHERS = {
-    "align.yaml": "align has made no draft here yet; run its command again to go on",
-    "manifest.json": "is a set of answers, which `train --data` reads, and no model",
-}
-
-
-def check_source(name: str) -> None:
-    """Raise InputError unless `name` is a directory that can hold a model, or can be a name on the
-    hub.
-    """
-    path = Path(name)
-    on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
-    is_model = (path / "config.json").exists()
-    reason = ""
-    if path.is_file():
-        reason = "is a file; name the directory that it lies in"
-    elif not path.is_dir() and not on_hub:
-        reason = "no such directory (a hub name is written owner/name)"
-    elif (path / "adapter_config.json").exists():
-        reason = "holds a LoRA adapter; merge it into its base model with peft first"
-    elif path.is_dir() and not is_model:
-        reason = _what_it_holds(path)
-        if not reason and not _has(path, _WEIGHTS) and not has_tokenizer(path):
-            reason = no_model(path)
-    if reason:
-        raise InputError(f"{name}: {reason}")
-    # transformers ignores a generation config that it cannot read, and with it the tokens that end
-    # an answer.
-    for file in ("config.json", "generation_config.json"):
-        if (path / file).exists():
-            read_json(path / file, "a model's config")
-
-
-def _what_it_holds(directory: Path) -> str:
-    """Return what a directory that is no model holds instead; empty if nothing is known."""
-    if (directory / "run" / "run.json").exists():
-        return "holds an unfinished training run; run its train command again to resume it"
-    if inside := sorted(directory.glob("*/config.json")):
-        models = ", ".join(str(config.parent) for config in inside)
-        return f"is no model itself; it holds {models}: name one"
-    return next((what for file, what in _OTHERS.items() if (directory / file).exists()), "")
-
-
-def has_tokenizer(directory: Path) -> bool:
-    """Whether a directory holds files of a tokenizer."""
-    return _has(directory, _TOKENIZER)
-
-
-def _has(directory: Path, patterns: Sequence[str]) -> bool:
-    return any(any(directory.glob(pattern)) for pattern in patterns)
-
-
-def no_model(directory: Path) -> str:
-    """Say what a directory lacks of a model; empty if it has a config and weights."""
-    names = sorted(path.name for path in directory.glob("[!.]*"))
-    lacks = [] if "config.json" in names else ["no config.json"]
-    if not _has(directory, _WEIGHTS):
-        lacks.append("no weights")
-    if not lacks:
-        return ""
-    holds = ", ".join([*names[:_NAMED], *["..."] * (len(names) > _NAMED)])
-    what = f"{' and '.join(lacks)}, only {holds}" if names else "it is empty"
-    return f"holds no model ({what}); a model has config.json, *.safetensors and tokenizer.json"
-
-
-def hub_has_address() -> bool:
-    """Whether the hub can be asked at all. Its client would retry for a minute before saying that
-    it cannot.
-    """
-    if constants.HF_HUB_OFFLINE:
-        return False
-    host = urlparse(constants.ENDPOINT).hostname
-    with contextlib.suppress(OSError):
-        return bool(getproxies() or socket.getaddrinfo(host, 443))
-    return False
-
-
 @contextlib.contextmanager
-def offline_if_unreachable() -> Iterator[bool]:
+def offline_if_unreachable(name: str | None = None) -> Iterator[bool]:
     """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it
-    can.
+    can. For a directory `name` it is not asked.
     """
     before = constants.HF_HUB_OFFLINE
-    reachable = hub_has_address()
-    constants.HF_HUB_OFFLINE = not reachable
+    reachable = (name is not None and Path(name).is_dir()) or hub_is_reachable()
+    constants.HF_HUB_OFFLINE = before or not reachable
     try:
         yield reachable
     finally:
@@ -167,7 +80,8 @@ def snapshot(name: str, revision: str | None = None) -> Path:
     """A small repository of the hub as a directory in its cache; InputError if it cannot be had."""
     patterns = ["*.json", "*.safetensors", "*.bin", "*.pt", "*.pth"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        with offline_if_unreachable(name):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the hub's client raises a dozen classes
         raise InputError(f"{name}: cannot be downloaded: {first_line(error)}") from None
 
@@ -177,7 +91,7 @@ def cached(name: str, file: str) -> Path | None:
     hub unreachable.
     """
     try:
-        with offline_if_unreachable():
+        with offline_if_unreachable(name):
             path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except Exception:  # a dozen classes; loading the model itself gives the reason
         return None
@@ -186,12 +100,6 @@ def cached(name: str, file: str) -> Path | None:
 
 # What a card on disk writes where a published one has the repository's name.
 PLACEHOLDER = "DIRECTORY-OR-HUB-NAME"
-
-
-def is_hub_name(name: str) -> bool:
-    """Whether `name` reads as `owner/name` on the hub and is not a path that exists here."""
-    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
-    return is_name and not Path(name).exists()
 
 
 def check_push(name: str) -> None:

@@ -21,10 +21,11 @@ from transformers.utils.hub import cached_file
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError, require_package
 from draftsmith.core.hidden_states import some_tokens
-from draftsmith.core.hub import check_source, no_model, quiet, why_not
+from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.record import check_weights
-from draftsmith.core.settings import Quantize as Quantize
+from draftsmith.core.settings import Quantize as Quantize, dtype_called
+from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,8 @@ def load_model(
     if Path(name).is_dir() and (lacks := no_model(Path(name))):
         raise InputError(f"{name}: {lacks}")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        with offline_if_unreachable(name):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         raise InputError(
             f"{name}: no causal language model could be loaded: {why_not(name, error)}"
@@ -114,11 +116,13 @@ def load_model(
 
 
 def _dtype_option(dtype: str, device: torch.device) -> torch.dtype | str:
-    if dtype == "auto":
+    try:
+        called = dtype_called(dtype)
+    except ValueError as error:
+        raise InputError(f"--dtype {dtype}: {error}") from None
+    if called == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+    return DTYPES[called]
 
 
 def _check_weights(name: str, class_name: str, info: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ from typing_extensions import TypedDict
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import JsonObject
 from draftsmith.core.option_names import nearest_option
-from draftsmith.core.settings import MIN_TEMPERATURE
+from draftsmith.core.settings import MIN_TEMPERATURE, device_called, dtype_called
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -111,6 +111,8 @@ Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 Out = Annotated[Text, AfterValidator(os.path.expanduser)]
+Device = Annotated[str, AfterValidator(device_called)]
+Dtype = Annotated[str, AfterValidator(dtype_called)]
 
 
 @dataclass_transform(
@@ -194,9 +196,9 @@ class RevisionOptions(CodeOptions):
 class ModelOptions(CodeOptions):
     """How models are loaded."""
 
-    device: NotIdentity[str] = "auto"
+    device: NotIdentity[Device] = "auto"
     """auto, cpu, cuda or cuda:N."""
-    dtype: Rare[str] = "auto"
+    dtype: Rare[Dtype] = "auto"
     """Weights: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
 
 
@@ -455,4 +457,7 @@ def reason_of(error: ValidationError) -> Reason:
     line += f", got {got}"
     if first["type"] == "list_type" and isinstance(first["input"], str):
         line += f"; write [{got}]"
+    elif first["type"] == "list_type" and isinstance(first["input"], Mapping):
+        named = [f"{name}={source}" for name, source in first["input"].items()]
+        line = f"{key}: is a list here; write {named}"
     return Reason(key, line)

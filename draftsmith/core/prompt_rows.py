@@ -29,6 +29,7 @@ from draftsmith.core.errors import (
 from draftsmith.core.io import JsonObject
 from draftsmith.core.reasons import Reasons
 from draftsmith.core.row_formats import ARGUMENTS, KEYS, as_known
+from draftsmith.core.sources import UNREACHABLE, hub_lacks
 from draftsmith.core.suites import expand, load_suite, suite_name
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+_NOT_FOUND = "no such file, and no dataset owner/name:split on the hub"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -149,16 +151,19 @@ def count_rows(source: str) -> int | None:
     return free_rows(source)
 
 
+def check_rows(source: str) -> None:
+    """Raise InputError for a source that cannot be one of rows; read nothing."""
+    if source.startswith("@") or _is_file(source) or free_rows(source) is not None:
+        return
+    name, _, split = source.partition(":")
+    # `magpie:N` is no dataset either.
+    if not split.isdecimal() and hub_lacks(name, "dataset"):
+        raise InputError(f"{source}: {_NOT_FOUND} ({UNREACHABLE})")
+
+
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
-    path = Path(without_secrets(source))
-    inner = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    readable = path.suffix == ".parquet" or inner in _JSON_LINES
-    is_there = path.exists() or "://" in source
     free = free_rows(source)
-    if path.exists() and not path.is_file():
-        # A pipe can be read only once.
-        raise InputError(f"{source}: is not a .jsonl or .parquet file that can be read twice")
     if source.startswith("@"):
         if load_suite(suite_name(source)).asks_again:
             raise InputError(
@@ -168,22 +173,40 @@ def iterate_records(source: str) -> Iterator[Record]:
     elif free is not None:
         for number in range(1, free + 1):
             yield Record(number, {"prompt": ""})
-    elif readable and is_there:
-        yield from _file_records(source, path.suffix)
-    elif readable or is_there or source.startswith((".", "/", "~", "-")) or not source.strip():
-        raise InputError(
-            f"{source}: {'is not a .jsonl or .parquet file' if is_there else 'no such file'}"
-        )
+    elif _is_file(source):
+        yield from _file_records(source)
     else:
         name, _, split = source.partition(":")
         yield from _hub_records(source, name, split or "train")
 
 
-def _file_records(source: str, suffix: str) -> Iterator[Record]:
+def _is_file(source: str) -> bool:
+    """Whether a source is a file of rows, here or in a store. Raise InputError for one that is
+    missing or no such file.
+    """
+    path = Path(without_secrets(source))
+    inner = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    readable = path.suffix == ".parquet" or inner in _JSON_LINES
+    is_there = path.exists() or "://" in source
+    reason = ""
+    if path.exists() and not path.is_file():
+        # A pipe can be read only once.
+        reason = "is not a .jsonl or .parquet file that can be read twice"
+    elif is_there and not readable:
+        reason = "is not a .jsonl or .parquet file"
+    elif not is_there and (readable or source.startswith((".", "/", "~", "-"))):
+        reason = "no such file"
+    if reason or not source.strip():
+        raise InputError(f"{source}: {reason or 'no such file'}")
+    return is_there
+
+
+def _file_records(source: str) -> Iterator[Record]:
     import fsspec
     import pyarrow
     import pyarrow.parquet
 
+    suffix = Path(without_secrets(source)).suffix
     try:
         with fsspec.open(source, "rb") if "://" in source else open(source, "rb") as file:
             if suffix == ".parquet":
@@ -256,10 +279,8 @@ def _hub_records(source: str, dataset: str, split: str, **which: str | None) -> 
         for number, row in enumerate(rows, 1):
             yield Record(number, dict(row))
     except Exception as error:  # the hub's client has many classes of errors
-        reason = first_line(error) if reachable else "the hub cannot be reached"
-        raise InputError(
-            f"{source}: no such file, and no dataset owner/name:split on the hub ({reason})"
-        ) from None
+        reason = first_line(error) if reachable else UNREACHABLE
+        raise InputError(f"{source}: {_NOT_FOUND} ({reason})") from None
 
 
 def text_of(row: JsonObject, key: str) -> str:

@@ -4,6 +4,7 @@ anything loads.
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +43,26 @@ class Sampling:
     def greedy(self) -> bool:
         """True when the distribution is a point mass on the most probable token."""
         return self.temperature == 0
+
+
+def dtype_called(name: object) -> str:
+    """Return our name of a type of weights, which other tools shorten. Raise ValueError for one
+    that is none.
+    """
+    given = str(name).lower().removeprefix("torch.")
+    called = read_words(__file__)["dtypes"]
+    if given not in called.values():
+        given = called.get(given, "")
+    if not given:
+        raise ValueError(f"must be one of {', '.join(sorted({*called.values()}))}")
+    return given
+
+
+def device_called(name: str) -> str:
+    """Return the name of a device as it is. Raise ValueError for a GPU by another name."""
+    if re.fullmatch(r"gpu(:\d+)?|nvidia|\d+", name.lower()):
+        raise ValueError("a GPU is called cuda, or cuda:N by number")
+    return name
 
 
 class HasGenerationConfig(Protocol):

@@ -11,9 +11,10 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftsmith.core.errors import InputError, first_line
-from draftsmith.core.hub import check_source, has_tokenizer, no_model, quiet, why_not
+from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.signals import limited
+from draftsmith.core.sources import check_source, has_tokenizer, no_model
 
 log = logging.getLogger(__name__)
 # Templates take milliseconds.
@@ -35,9 +36,10 @@ def load_tokenizer(
     quiet()
     check_source(name)
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, revision=revision or "main"
-        )
+        with offline_if_unreachable(name):
+            tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
+                name, trust_remote_code=trust_remote_code, revision=revision or "main"
+            )
     except Exception as error:
         directory = Path(name)
         reason = "it holds no tokenizer.json"

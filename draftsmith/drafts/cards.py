@@ -12,9 +12,10 @@ import yaml
 from huggingface_hub import CardData, metadata_load
 
 from draftsmith.core.errors import InputError, change_texts
-from draftsmith.core.hub import PLACEHOLDER, cached, is_hub_name
+from draftsmith.core.hub import PLACEHOLDER, cached
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
 from draftsmith.core.record import RECORD
+from draftsmith.core.sources import is_hub_name
 from draftsmith.drafts.engine_commands import SERVING
 
 _MEASURED = {

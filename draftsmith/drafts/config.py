@@ -5,7 +5,7 @@ from typing import Literal
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import check_out, read_json
-from draftsmith.core.options import Out, RevisionOptions, options
+from draftsmith.core.options import Dtype, Out, RevisionOptions, options
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
@@ -28,8 +28,8 @@ class ExportConfig(RevisionOptions):
     """The directory to write; an earlier export there is replaced."""
     target: str | None = None
     """The target of a head. Default: the one in the record of the checkpoint."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights on disk; auto: the draft's own."""
+    dtype: Dtype = "auto"
+    """Type of the weights on disk: float32, bfloat16, float16; auto: the draft's own."""
 
     def __post_init__(self) -> None:
         path = Path(self.out)

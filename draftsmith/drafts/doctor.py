@@ -12,9 +12,10 @@ from typing import Any
 from transformers import AutoConfig, PretrainedConfig
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.hub import check_source, no_model, why_not
+from draftsmith.core.hub import offline_if_unreachable, why_not
 from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.options import configured
+from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
@@ -149,9 +150,10 @@ def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> M
     if directory.is_dir() and not (directory / "config.json").exists():
         raise InputError(f"{name}: {no_model(directory)}")
     try:
-        config = AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code, revision=revision or "main"
-        )
+        with offline_if_unreachable(name):
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, revision=revision or "main"
+            )
     except Exception as error:
         reason = why_not(name, error)
         raise InputError(f"{name}: no model could be read from it: {reason}") from None

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.hub import check_source
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import (
     DTYPES,
@@ -29,6 +28,7 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.record import read_record
+from draftsmith.core.sources import check_source
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 from draftsmith.drafts.draft_vocabulary import (
     FILE,

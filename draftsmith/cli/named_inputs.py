@@ -1,0 +1,31 @@
+"""Models and files that options name are looked for before torch and a tokenizer load."""
+
+from pathlib import Path
+
+from draftsmith.core.errors import at
+from draftsmith.core.io import read_words
+from draftsmith.core.prompt_rows import check_rows
+from draftsmith.core.sources import check_source
+from draftsmith.eval.draft_sources import near_weightless
+from draftsmith.eval.schema import JOINED
+
+
+def check_named(config: object) -> None:
+    """Raise InputError for a model or file that an option names and that cannot be there."""
+    for key, kind in read_words(__file__).items():
+        given = getattr(config, key, None) or []
+        for value in [given] if isinstance(given, str) else given:
+            name, equals, named = value.partition("=")
+            is_named = equals and "/" not in name and not Path(value).exists()
+            source = named if is_named else value
+            if kind == "rows" and not Path(source).exists():
+                with at(key):
+                    check_rows(source)
+            elif kind == "model" and (not near_weightless(source) or source.startswith(JOINED)):
+                _check_model(source.removeprefix(JOINED))
+
+
+def _check_model(source: str) -> None:
+    # `mtp` is the target's own layer, `mtp:DIRECTORY` that of another.
+    if source != "mtp":
+        check_source(source.removeprefix("mtp:"))
