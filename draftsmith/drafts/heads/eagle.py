@@ -29,6 +29,7 @@ from draftsmith.core.models import of_all_layers, text_config, vocabulary_size
 from draftsmith.core.sampling import generator
 from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
 from draftsmith.drafts.heads.feature_head import FeatureHead
+from draftsmith.drafts.heads.unrolled_attention import UNROLLED
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
@@ -159,7 +160,7 @@ class LayerConfig:
         values["rope_parameters"] = dict(self.rope_parameters)
         config: Any = Qwen3Config(**values, attention_bias=False)
         config.mlp_bias = False
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = UNROLLED
         return config
 
     def attention(self, inputs: int, layer: int = 0) -> nn.Module:

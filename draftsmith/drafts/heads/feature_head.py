@@ -25,6 +25,7 @@ from torch.nn.functional import pad
 from transformers import Cache, DynamicCache
 
 from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
+from draftsmith.drafts.heads.unrolled_attention import Unrolling
 
 
 class FeatureHead(nn.Module):
@@ -59,14 +60,15 @@ class FeatureHead(nn.Module):
         self,
         input_ids_BT: Tensor,
         features_BTH: Tensor,
-        mask: Tensor | None = None,
+        mask: Tensor | Unrolling | None = None,
         positions: Tensor | None = None,
         past_key_values: Cache | None = None,
     ) -> Tensor:
         """The features `[B, T, H]` of `forward`.
 
-        mask: additive or boolean, `[B or 1, 1, T, P + T]`; default: causal. Several tokens after
-        cached ones need it. positions: `[B or 1, T]`; default: those after the P cached tokens.
+        mask: additive or boolean, `[B or 1, 1, T, P + T]`, or that of an unrolled draft; default:
+        causal. Several tokens after cached ones need it. positions: `[B or 1, T]`; default: those
+        after the P cached tokens.
         """
         inputs = self.inputs(input_ids_BT, features_BTH, dtype_of(self.fc))
         opening = self.opening(inputs)
@@ -133,18 +135,12 @@ class FeatureHead(nn.Module):
         there means nothing.
         """
         width = input_ids_BW.shape[1]
-        device = input_ids_BW.device
         cache = DynamicCache() if depths > 1 else None
         if positions_BW is None:
-            positions_BW = torch.arange(width, device=device).unsqueeze(0)
-        mask = None
-        sees = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril()
-        if texts_BW is not None:
-            mask = sees = sees & (texts_BW[:, :, None] == texts_BW[:, None, :])[:, None]
-        itself = torch.eye(width, dtype=torch.bool, device=device).expand_as(sees)
+            positions_BW = torch.arange(width, device=input_ids_BW.device).unsqueeze(0)
+        mask = Unrolling(width, texts_BW)
         for depth in range(depths):
             if depth:
-                mask = sees = torch.cat([sees, itself], dim=-1)
                 input_ids_BW = pad(input_ids_BW[:, 1:], (0, 1))
             features_BWH = self.states(
                 input_ids_BW, features_BWH, mask, positions_BW + depth, cache

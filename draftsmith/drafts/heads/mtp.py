@@ -41,6 +41,7 @@ from draftsmith.core.sampling import generator
 from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, join_scale
 from draftsmith.drafts.heads.feature_head import FeatureHead
+from draftsmith.drafts.heads.unrolled_attention import UNROLLED
 
 _FULL = "full_attention"
 _PARTS = ("layers", "norm", "rotary_emb")
@@ -109,7 +110,7 @@ class MtpConfig(LayerConfig):
         config: Any = AutoConfig.for_model(values.pop("model_type"), **values)
         config.vocab_size = _FEWEST_TOKENS
         config.pad_token_id = None
-        config._attn_implementation = "sdpa"
+        config._attn_implementation = UNROLLED
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModel.from_config(config, dtype=torch.float32)
