@@ -5,16 +5,17 @@ Legend: B rows, T tokens, H hidden size.
 """
 
 import json
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 import draftsmith as ds
 from draftsmith.core.errors import InputError
-from draftsmith.core.hidden_states import forward_with_states
+from draftsmith.core.hidden_states import body, body_states, forward_with_states
 from draftsmith.core.models import fingerprint
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
@@ -96,6 +97,36 @@ def test_the_last_tap_of_models_with_a_state(kind):
     with torch.no_grad():
         _, (raw,) = forward_with_states(target, (layers,), input_ids=ids_BT)
     assert torch.equal(raw, raw_BTH)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, "lfm2", "qwen3_next", "mamba2"])
+@torch.no_grad()
+def test_states_are_the_ones_that_transformers_keeps(kind):
+    target = tiny_family(kind) if kind in FAMILIES else hybrid(kind)
+    ids_BT = ids_of(vocabulary=target.config.vocab_size)
+    kept = body(target)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
+    zero, one, final = body_states(target, (0, 1, -1), input_ids=ids_BT, use_cache=False)
+    assert torch.equal(zero, kept.hidden_states[0])
+    assert torch.equal(one, kept.hidden_states[1])
+    assert torch.equal(final, kept.last_hidden_state)
+
+
+@torch.no_grad()
+def test_states_that_nobody_reads_are_not_kept():
+    target = random_llama(1, SIZES["vocab_size"], layers=12)
+    returned: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def watch(module: nn.Module, given: Any, output: Tensor) -> None:
+        returned.append(weakref.ref(output))
+        alive.append(sum(state() is not None for state in returned))
+
+    body_states(target, (2, 6, -1), input_ids=ids_of(), use_cache=False)
+    for layer in target.model.layers:
+        layer.register_forward_hook(watch)
+    body_states(target, (2, 6, -1), input_ids=ids_of(), use_cache=False)
+    # What the two readers read and returned, what the last layer read and returned.
+    assert len(alive) == 12 and max(alive) <= 6
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -34,7 +34,8 @@ class StateLayout:
     count: number of entries, embedding included. width: H. streams_first: states with residual
     streams are `[S, B, T, H]`, else `[B, T, S, H]` or `[B, T, S * H]`. last_is_final: the last
     entry is the state that `body` returns as the last. last_layer: the module whose output is the
-    raw last state; None if none was found.
+    raw last state; None if none was found. readers: by the number of a state before the last, the
+    module that reads it; those that were found.
     """
 
     count: int
@@ -42,6 +43,7 @@ class StateLayout:
     streams_first: bool
     last_is_final: bool
     last_layer: nn.Module | None
+    readers: dict[int, nn.Module]
 
 
 _layouts: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
@@ -73,40 +75,51 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
             streams_first=False,
             last_is_final=True,
             last_layer=None,
+            readers={},
         )
     known = _layouts.get(model)
     if known is None:
         with evaluating(model):
             ids_BT = some_tokens(model, rows=2, tokens=3)
             lists = [part for part in body(model).modules() if isinstance(part, nn.ModuleList)]
-            # Among the last modules of all lists is the model's last layer.
-            with _caught([part[-1] for part in lists if len(part)]) as calls:
+            # Among the modules of all lists are the model's layers.
+            with _caught(layer for part in lists for layer in part) as calls:
                 out = body(model)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
         states: Sequence[Tensor] | None = out.hidden_states
         last = out.last_hidden_state
         if not states:
             raise InputError(f"{type(model).__name__} gives no hidden states, which heads read")
+        ends = [calls[part[-1]] for part in lists if len(part) and part[-1] in calls]
         # The last layer reads the state before the last. Some leave out the embedding (Mamba):
         # there it returns that state.
-        layers = [module for module, call in calls.items() if _same(call.returned, states[-2])]
-        layers += [module for module, call in calls.items() if _same(call.read, states[-2])]
+        found = [end.module for end in ends if _same(end.returned, states[-2])]
+        found += [end.module for end in ends if _same(end.read, states[-2])]
+        readers: dict[int, nn.Module] = {}
+        once = [call for call in calls.values() if call.count == 1]
+        for number, state in enumerate(states[:-1]):
+            reading = [call.module for call in once if _same(call.read, state)]
+            if reading:
+                readers[number] = reading[0]
         shape = last.shape[:2]
         known = _layouts[model] = StateLayout(
             count=len(states),
             width=last.shape[-1],
             streams_first=any(state.dim() == 4 and state.shape[:2] != shape for state in states),
             last_is_final=_same(states[-1], last),
-            last_layer=layers[-1] if layers else None,
+            last_layer=found[-1] if found else None,
+            readers=readers,
         )
     return known
 
 
 @dataclass(frozen=True)
 class _Call:
-    """The first argument of a module, and what it returned."""
+    """The last call of a module: its first argument, what it returned, and which call it was."""
 
+    module: nn.Module
     read: Any
     returned: Any
+    count: int
 
 
 @contextmanager
@@ -116,7 +129,9 @@ def _caught(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
 
     def catch(module: nn.Module, given: Any, named: Any, returned: Any) -> None:
         read = given[0] if given else named.get("hidden_states")
-        calls[module] = _Call(read, returned[0] if type(returned) in (tuple, list) else returned)
+        before = calls[module].count if module in calls else 0
+        first = returned[0] if type(returned) in (tuple, list) else returned
+        calls[module] = _Call(module, read, first, before + 1)
 
     handles = [module.register_forward_hook(catch, with_kwargs=True) for module in modules]
     try:
@@ -200,7 +215,10 @@ def _forward(
                 "head reads; choose other layers"
             )
         watched.append(raw)
-    if called is model or set(layers) != {-1}:
+    # Else the model would keep the states of all layers.
+    readers = layout.readers if called is inner else {}
+    watched += [readers[layer] for layer in layers if layer in readers]
+    if called is model or set(layers) - readers.keys() - {last, -1}:
         inputs = {"output_hidden_states": True, **inputs}
     with _caught(watched) as calls:
         output = called(**inputs)
@@ -208,6 +226,8 @@ def _forward(
     for layer in layers:
         if layer == last and raw is not None:
             state = calls[raw].returned
+        elif layer in readers:
+            state = calls[readers[layer]].read
         elif layer != -1:
             state = output.hidden_states[layer]
         elif called is inner:
