@@ -99,7 +99,7 @@ def make_set(
     if not any((out / name).exists() for name in IDENTITY_FILES):
         foreign = (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json")
         on_main(lambda: refuse_foreign(out, foreign))
-    run.begin(identity, IDENTITY_FILES, by_content)
+    run.begin(identity, IDENTITY_FILES, by_content, command)
     with _reopened(out):
         parts = make()
     processes.wait_for_everyone()

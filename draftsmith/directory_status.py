@@ -6,9 +6,11 @@ Reads only. Stages leave files that say what they are: a manifest, a record, res
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.alignment.config import BEGUN_BY
 from draftsmith.config import StatusConfig
 from draftsmith.core.errors import InputError, counted
 from draftsmith.core.io import JsonObject, read_json, require_keys
@@ -72,7 +74,8 @@ def look(directory: str) -> list[Held]:
         raise InputError(f"{directory}: is no directory")
     # A part of an alignment lies in its directory.
     above = path.absolute().parent if path.name in ("", "..") else path.parent
-    held = list(_found(path, _DEPTH, _alignment(above)))
+    whole = _alignment(above)
+    held = list(_found(path, _DEPTH, whole)) or list(filter(None, [whole]))
     if not held:
         raise InputError(f"{directory}: holds nothing that draftsmith made")
     return held
@@ -100,12 +103,18 @@ def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[H
 
 def _alignment(directory: Path) -> Held | None:
     file = directory / "align.yaml"
+    parts = list(directory.glob("*/"))
     if not file.is_file():
-        return None
+        divided = (directory / "prompts" / "source.json").is_file()
+        facts = "only its prompts are divided"
+        return _unfinished(directory, "an alignment", facts, None, parts) if divided else None
     report = directory / "eval" / "report.html"
     facts = f"its options are in {file}"
-    again = shlex.join(["draftsmith", "align", "--config", str(file), "--out", str(directory)])
-    parts = [inner for inner in directory.iterdir() if inner.is_dir()]
+    lines = file.read_text(encoding="utf-8").splitlines()
+    typed = next((line for line in lines if line.startswith(BEGUN_BY)), "draftsmith align")
+    words = shlex.split(typed.removeprefix(BEGUN_BY))
+    before = words[: words.index("align")]
+    again = shlex.join([*before, "align", "--config", str(file), "--out", str(directory)])
     begun = _unfinished(directory, "an alignment", facts, again, parts)
     if begun.state == "running" or not report.is_file():
         return begun
@@ -132,7 +141,7 @@ def _distilled_set(directory: Path) -> Held | None:
     begun = _identity(directory, "run.json")
     if "prompts" not in begun:
         return None
-    again = command_line("distill", DistillConfig(**begun))
+    again = begun.pop("command") or command_line("distill", DistillConfig(**begun))
     kept = f"{counted(count_kept(directory), 'answer')} kept"
     return _unfinished(directory, "a distilled set", kept, again)
 
@@ -140,8 +149,11 @@ def _distilled_set(directory: Path) -> Held | None:
 def _draft(directory: Path) -> Held | None:
     record = directory / RECORD
     if record.is_file():
-        made = read_json(record, "the record of a draft", ["kind"])
+        made = read_json(record, "the record of a draft")
         target = str(made.get("target") or "TARGET")
+        if "export" in made:
+            return _export(directory, made, target)
+        require_keys(made, ["kind"], record)
         out = made.get("config", {}).get("out", str(directory))
         words = ["draftsmith", "eval", "--draft", str(directory)]
         words += ["--target", path_now(target, out, str(directory))]
@@ -156,13 +168,22 @@ def _draft(directory: Path) -> Held | None:
     own_loss = begun["objective"].startswith(OWN_LOSS)
     if own_loss:
         del begun["objective"]
+    typed = begun.pop("command")
     training = TrainConfig(**begun)
-    again = None if own_loss else command_line("train", training)
+    again = None if own_loss else typed or command_line("train", training)
     names = sorted(path.name for path in directory.glob("run/checkpoints/step_*"))
     step = int(names[-1].removeprefix("step_")) if names else 0
     whole = f" of {training.steps}" if training.steps else ""
     newest = f"its newest checkpoint is of step {step}{whole}"
     return _unfinished(directory, f"a draft ({training.kind})", newest, again)
+
+
+def _export(directory: Path, made: JsonObject, target: str) -> Held:
+    source = made["source"]["name"]
+    written = made["export"]
+    holds = f"an export ({written['kind']} as {written['format']})"
+    serve = shlex.join(["draftsmith", "doctor", "--target", target, "--draft", source])
+    return Held(str(directory), holds, "finished", f"made of {source}", made["command"], serve)
 
 
 def _figures(record: JsonObject) -> str:
@@ -208,7 +229,7 @@ def _unfinished(
 
 def _identity(directory: Path, name: str) -> JsonObject:
     """Return the options of a run that began: those that decide its result, and the places that it
-    reads and writes, as they are now; {} if none began.
+    reads and writes, as they are now; {} if none began. `command`: what began it, as it was typed.
     """
     file = directory / name
     if not file.is_file():
@@ -223,4 +244,8 @@ def _identity(directory: Path, name: str) -> JsonObject:
 
     places = {key: now(value) for key, value in record["places"].items()}
     config: JsonObject = record["identity"]["config"] | places | {"out": str(directory)}
+    listed = [each if isinstance(each, list) else [each] for each in record["places"].values()]
+    named = list(chain.from_iterable(listed))
+    words = shlex.split(record.get("command", ""))
+    config["command"] = shlex.join(str(now(word)) if word in named else word for word in words)
     return config

@@ -28,6 +28,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.settings import ResolvedSampling, Sampling
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.directory_status import status
 from tests.distilled import write_rows
 from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
@@ -343,6 +344,10 @@ def test_all_stages_on_two_processes(spawn, launch, files, target_dir, draft_dir
     assert len(parts) > 2
     for name in parts:
         assert (two / "distilled" / name).read_bytes() == (one / "distilled" / name).read_bytes()
+    assert (
+        "accelerate.commands.launch --config_file"
+        in status(directory=str(two))["held"][0]["made_by"]
+    )
     record = json.loads((two / "jsd-balanced" / "draftsmith.json").read_text())
     assert (record["processes"], record["sharing"], record["steps"]) == (2, "ddp", 12)
     assert ds.Results.load(two / "eval").drafts == ["base", "jsd-balanced", "lookup", "both"]

@@ -306,6 +306,8 @@ def test_the_command(target, tmp_path, capsys):
     assert main([*words, "sglang", *to, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["format"] == "sglang" and summary["kind"] == "eagle3"
+    assert main(["status", str(tmp_path)]) == 0
+    assert "eagle3-out: an export (eagle3 as sglang), finished" in capsys.readouterr().out
     assert main([*words, "sglang", "--out", str(tmp_path / "other")]) == 2
     assert "--target: is missing" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

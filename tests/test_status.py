@@ -1,12 +1,14 @@
 """`draftsmith status DIR`: what a directory holds, finished or not, and how to go on."""
 
 import json
+import shlex
 import shutil
 
 import pytest
 import torch
 
 import draftsmith as ds
+from draftsmith.core.launcher import as_typed
 from draftsmith.core.record import RECORD
 from draftsmith.core.runs import claim, hold
 from draftsmith.directory_status import status
@@ -129,6 +131,71 @@ def test_a_finished_part_of_an_alignment_says_which_and_what_that_does_next(out,
     (made,) = status(directory=str(tmp_path / "distilled"))["held"]
     assert (made["made_by"], made["following"]) == (again, f"open {report}")
     assert status(directory=str(tmp_path))["held"][1] == made
+
+
+def test_an_export_is_named_and_hides_nothing_beside_it(out, tmp_path):
+    shutil.copytree(out / "draft", tmp_path / "draft")
+    for kind in ("eagle", "draft"):
+        record = {"export": {"kind": kind, "format": "hf"}, "target": "t", "command": "c"}
+        record |= {"source": {"name": f"my {kind}"}} | (
+            {"kind": "draft-lm"} if kind == "draft" else {}
+        )
+        (tmp_path / "exported" / kind).mkdir(parents=True)
+        (tmp_path / "exported" / kind / RECORD).write_text(json.dumps(record))
+    held = {each["path"]: each for each in status(directory=str(tmp_path))["held"]}
+    assert f"{tmp_path}/draft" in held
+    eagle, model = (held[f"{tmp_path}/exported/{kind}"] for kind in ("eagle", "draft"))
+    assert (eagle["holds"], model["holds"]) == (
+        "an export (eagle as hf)",
+        "an export (draft as hf)",
+    )
+    assert eagle["following"] == "draftsmith doctor --target t --draft 'my eagle'"
+
+
+def test_what_continues_a_run_is_what_was_typed(door, out, target_dir, draft_dir, tmp_path):
+    """The options that do not decide the result too: other steps, another batch, a tracker."""
+    words = ["--data", out / "set", "--draft", draft_dir, "--target", target_dir, "--steps", 1]
+    words += ["--batch_size", 2, "--tracker", "none", "--max_length", 64]
+    door.ok("train", *words, "--out", tmp_path / "draft", "--heldout_fraction=.3")
+    (tmp_path / "draft" / RECORD).unlink()
+    (tmp_path / "draft").rename(tmp_path / "moved")
+    (held,) = status(directory=str(tmp_path))["held"]
+    typed = shlex.join(map(str, ["draftsmith", "train", *words]))
+    assert held["following"] == f"{typed} --out {tmp_path}/moved --heldout_fraction=.3"
+
+
+def test_an_alignment_of_which_only_prompts_are_divided_is_one(tmp_path):
+    (tmp_path / "prompts").mkdir()
+    (tmp_path / "prompts" / "source.json").write_text("{}")
+    for directory in (tmp_path, tmp_path / "prompts"):
+        (held,) = status(directory=str(directory))["held"]
+        assert (held["holds"], held["state"]) == ("an alignment", "unfinished")
+        assert held["facts"] == "only its prompts are divided"
+
+
+@pytest.mark.parametrize(
+    ("parent", "typed"),
+    [
+        ("/bin/sh", "draftsmith train --steps 1"),
+        ("uv run draftsmith train --steps 1", "uv run draftsmith train --steps 1"),
+        (
+            "python {accelerate} launch --multi_gpu -m draftsmith train --steps 1",
+            "accelerate launch --multi_gpu -m draftsmith train --steps 1",
+        ),
+        (
+            "python /none/accelerate launch -m draftsmith train --steps 1",
+            "python /none/accelerate launch -m draftsmith train --steps 1",
+        ),
+    ],
+)
+def test_a_launcher_is_part_of_what_was_typed(parent, typed, tmp_path, monkeypatch):
+    script = tmp_path / "accelerate"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    words = shlex.split(parent.format(accelerate=script))
+    monkeypatch.setattr("draftsmith.core.launcher._parent", lambda: words)
+    assert as_typed("draftsmith train --steps 1") == typed
 
 
 def test_without_a_directory_says_what_to_type(door):

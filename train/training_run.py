@@ -119,7 +119,7 @@ def train(
                 )
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
         _refuse_more_steps(config)
-        run.begin(job.identity, ("run/run.json",), known_by_content(config))
+        run.begin(job.identity, ("run/run.json",), known_by_content(config), command)
         for directory in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, directory))
         if from_main(lambda: checkpoint.is_published(job)):

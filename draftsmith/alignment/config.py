@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 else:
     Open = Annotated[T | None, "open"]
 OPEN: Any = None
+# In align.yaml, before the command that began the run.
+BEGUN_BY = "# Begun by: "
 Policy = Literal["id", "balanced"]
 
 

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 from draftsmith.alignment.choices import complete
-from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.config import BEGUN_BY, AlignConfig
 from draftsmith.alignment.facts import Facts, load, look
 from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
@@ -26,8 +26,8 @@ from draftsmith.core.command_line import check_file
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, write_text_atomic
-from draftsmith.core.launcher import join_processes
-from draftsmith.core.options import configured, options_of, value_at
+from draftsmith.core.launcher import as_typed, join_processes
+from draftsmith.core.options import command_line, configured, options_of, value_at
 from draftsmith.core.ranks import from_main, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading
@@ -53,15 +53,16 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
     return run_stages(config)[1]
 
 
-def run_stages(config: AlignConfig) -> tuple[AlignConfig, Results]:
-    """Do what `align` does; return also the options with nothing left open."""
+def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignConfig, Results]:
+    """Do what `align` does; return also the options with nothing left open. command: as typed."""
     out = Path(config.out)
+    command = command or command_line("align", config)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
     join_processes(config.device)
     with Run(out) as run:
         run.begin()
-        config, stages = from_main(lambda: _settle(_started(config, run), out))
+        config, stages = from_main(lambda: _settle(_started(config, run), out, command))
         say(f"\n1/3 distil: {config.target} answers {stages.distill.prompts}")
         distill(stages.distill)
         if stages.general is not None:
@@ -107,13 +108,13 @@ def _free() -> None:
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
-def _settle(config: AlignConfig, out: Path) -> tuple[AlignConfig, Stages]:
+def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, Stages]:
     """Return the options with nothing left open, from align.yaml if a run began here, and those of
     the stages.
     """
     file = out / "align.yaml"
     if not file.exists():
-        begun = _begin(config, file)
+        begun = _begin(config, file, command)
         _free()
         return begun
     whole = _resumed(config, file)
@@ -122,7 +123,7 @@ def _settle(config: AlignConfig, out: Path) -> tuple[AlignConfig, Stages]:
     return whole, stages_of(whole)
 
 
-def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
+def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
     models = load(config)
     config = replace(config, date=fix_date(models.tokenizer, config.date))
@@ -152,8 +153,8 @@ def _begin(config: AlignConfig, file: Path) -> tuple[AlignConfig, Stages]:
         say(pays(costs))
     say(expected(whole, stages, models, draft, ids, costs))
     head = (
-        "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again. "
-        "Chosen were:\n"
+        "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
+        f"{BEGUN_BY}{without_secrets(as_typed(command))}\n# Chosen were:\n"
     )
     reasons = "".join(f"#   {line}\n" for line in chosen)
     options = yaml.safe_dump(_shown(whole), sort_keys=False, width=1000)

@@ -124,7 +124,7 @@ def _align(config: "AlignConfig", command: str) -> CommandResult:
     from draftsmith.alignment.stages import run_stages
     from draftsmith.alignment.summary import lines, summary
 
-    config, results = run_stages(config)
+    config, results = run_stages(config, command)
     shown = summary(config, results)
     return CommandResult(shown, lines(shown, results))
 

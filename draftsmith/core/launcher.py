@@ -1,9 +1,12 @@
 """What `accelerate launch` asks for, and the process group that it makes."""
 
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.core.errors import RunError
@@ -38,6 +41,23 @@ def launcher_request() -> Sharing:
     if _true(_FSDP) or _true(_HIDDEN_FSDP):
         return "fsdp"
     return "ddp" if launched() > 1 else "single"
+
+
+def as_typed(command: str) -> str:
+    """Return a command of ours behind the launcher that it was typed with, if there was one."""
+    words = shlex.split(command)[1:]
+    parent = _parent()
+    if parent[-len(words) :] != words:
+        return command
+    script = Path(parent[1]).name
+    # The kernel puts the interpreter before a script.
+    return shlex.join([script, *parent[2:]] if shutil.which(script) == parent[1] else parent)
+
+
+def _parent() -> list[str]:
+    """The words that started the parent process; none if the system does not show them."""
+    file = Path(f"/proc/{os.getppid()}/cmdline")
+    return file.read_text(errors="replace").split("\0")[:-1] if file.is_file() else []
 
 
 def _true(variable: str) -> bool:

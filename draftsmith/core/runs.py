@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from draftsmith.core.checksums import Damaged, parse_line, sealed_line
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import (
     JsonObject,
     atomic_dir,
@@ -45,7 +45,7 @@ from draftsmith.core.io import (
     write_sealed,
     writing,
 )
-from draftsmith.core.launcher import without_fsdp_variable
+from draftsmith.core.launcher import as_typed, without_fsdp_variable
 from draftsmith.core.ranks import from_main, on_main
 from draftsmith.core.signals import StopSignal, Terminated, terminable
 
@@ -89,13 +89,16 @@ class Run:
         identity: Mapping[str, object] | None = None,
         records: Sequence[str] = ("run.json",),
         by_content: JsonObject | None = None,
+        command: str | None = None,
     ) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
         `hold` and `claim`.
         """
         self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
-            self.resumed = from_main(lambda: claim(self.out, identity, records, by_content))
+            self.resumed = from_main(
+                lambda: claim(self.out, identity, records, by_content, command)
+            )
         return self.resumed
 
     def finished(self, name: str) -> bool:
@@ -283,18 +286,21 @@ def claim(
     identity: Mapping[str, object],
     records: Sequence[str] = ("run.json",),
     by_content: JsonObject | None = None,
+    command: str | None = None,
 ) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a
     new run writes the last. by_content: options that are known by their content, kept for readers
-    of the record as they are now, with `out`. If the identities differ, raise InputError naming
-    the first key that differs.
+    of the record as they are now, with `out`. command: what began the run, or goes on with it now.
+    If the identities differ, raise InputError naming the first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
     names = (by_content or {}) | {"out": str(directory)}
     record: JsonObject = {"identity": current, "places": names}
+    if command is not None:
+        record["command"] = without_secrets(as_typed(command))
     begun = _begun(directory, records)
     if begun is None:
         write_sealed(directory / records[-1], record)
@@ -305,7 +311,7 @@ def claim(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    if kept.get("places", names) != names:
+    if "places" in kept and kept | record != kept:
         write_sealed(begun, record)
     return True
 
