@@ -3,6 +3,7 @@
 import shutil
 
 from draftsmith.core import wandb_runs
+from draftsmith.core.ranks import launched
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decision import decide
 from draftsmith.eval.report.findings import lead
@@ -22,7 +23,9 @@ def track(config: EvalConfig, results: Results) -> None:
 
     out = results.directory
     settings = {**results.document["config"], "models": results.models}
-    options = wandb_runs.run_options(out, out=out, config=settings, job_type="eval")
+    options = wandb_runs.run_options(
+        out, out=out, identity=settings, beside={"processes": launched()}, job_type="eval"
+    )
     measured = [name for name in TABLES if any(results.rows(name))]
     with wandb_runs.without_prompts(), wandb.init(project=wandb_runs.project(), **options) as run:
         wandb_runs.announce(run)

@@ -132,6 +132,7 @@ def test_header_of_a_draft_has_what_the_hub_reads():
     header, body = split(
         cards.checkpoint_card(RECORD | {"kind": "eagle3", "config": {"draft": None}})
     )
+    assert "A draft head (eagle3) that drafts" in body and "`draftsmith doctor --target" in body
     assert (header["base_model"], header["library_name"]) == ("org/target-7b", "draftsmith")
     assert "eagle3" in header["tags"] and "works with that model only" in body
     assert "from_pretrained" not in body and "vllm serve" not in body

@@ -20,16 +20,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def start(accelerator: "Accelerator", out: Path, identity: JsonObject, *, tracker: str) -> None:
+def start(
+    accelerator: "Accelerator", out: Path, identity: JsonObject, beside: JsonObject, *, tracker: str
+) -> None:
     """Open the tracker of a training run, if there is one; a resumed run continues the same W&B
-    run.
+    run. beside: every option, and how the run is divided, which do not decide what it makes.
     """
 
     def start_wandb() -> None:
         inputs = {name: value for name, value in identity.items() if name != "config"}
         config = {**identity["config"], "inputs": inputs}
         with wandb_runs.without_prompts():
-            options = wandb_runs.run_options(out / "run", out=out, config=config, job_type="train")
+            options = wandb_runs.run_options(
+                out / "run", out=out, identity=config, beside=beside, job_type="train"
+            )
             accelerator.init_trackers(wandb_runs.project(), init_kwargs={"wandb": options})
         run = accelerator.get_tracker("wandb", unwrap=True)
         run.define_metric("heldout/*", summary="min,max")

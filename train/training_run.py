@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.core.devices import attention_of_any_length
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, refuse_foreign, remove_leftovers, sha256_file
 from draftsmith.core.launcher import leave_processes
@@ -127,8 +127,13 @@ def train(
             record = read_record(out)
         else:
             settings = {"config": job.identity["config"] | known_by_content(config)}
+            beside = without_secrets(asdict(job.config)) | {"processes": job.world.size}
             tracking.start(
-                job.world.accelerator, out, job.identity | settings, tracker=config.tracker
+                job.world.accelerator,
+                out,
+                job.identity | settings,
+                beside,
+                tracker=config.tracker,
             )
             record = _publish(job, _fit(loaded, run.stop), command)
     atexit.register(leave_processes)

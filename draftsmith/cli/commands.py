@@ -100,10 +100,13 @@ def _train(config: "TrainCommandConfig", command: str) -> CommandResult:
     from draftsmith.train.training_run import train
 
     summary = train(_recipe(config), command)
-    alpha = f", alpha {summary['heldout_alpha']:.4f}" if "heldout_alpha" in summary else ""
+    best = f"loss {summary['heldout_loss']:.4f}"
+    if "heldout_alpha" in summary:
+        # The best alpha decides, and another step may have a lower loss.
+        best = f"alpha {summary['heldout_alpha']:.4f} ({best} there)"
     lines = [
-        f"{summary['checkpoint']}: {summary['steps']} steps, best held-out loss "
-        f"{summary['heldout_loss']:.4f}{alpha} at step {summary['best_step']}"
+        f"{summary['checkpoint']}: {summary['steps']} steps, best held-out {best} at step "
+        f"{summary['best_step']}"
     ]
     rise = still_rising(heldout_curve(Path(summary["checkpoint"])))
     if rise is not None and (longer := train_longer(summary["checkpoint"])):

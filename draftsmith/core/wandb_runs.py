@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.errors import InputError, one_line, require_package
 from draftsmith.core.io import JsonObject, hash_json
+from draftsmith.core.provenance import versions
 from draftsmith.core.ranks import launched, say
 
 if TYPE_CHECKING:
@@ -63,9 +64,11 @@ def without_prompts() -> Iterator[None]:
         sys.stdin = stdin
 
 
-def run_options(directory: Path, *, out: Path, config: JsonObject, job_type: str) -> dict[str, Any]:
-    """Return the arguments of `wandb.init` beside the project. The same directory and config
-    continue their run.
+def run_options(
+    directory: Path, *, out: Path, identity: JsonObject, beside: JsonObject, job_type: str
+) -> dict[str, Any]:
+    """Return the arguments of `wandb.init` beside the project. The same directory and identity
+    continue their run, whatever is shown `beside` it.
     """
     import wandb
 
@@ -73,10 +76,10 @@ def run_options(directory: Path, *, out: Path, config: JsonObject, job_type: str
     return {
         "dir": str(directory),
         "name": out.resolve().name,
-        "id": hash_json([str(directory.resolve()), config])[:16],
+        "id": hash_json([str(directory.resolve()), identity])[:16],
         "resume": "allow",
         "job_type": job_type,
-        "config": config,
+        "config": identity | beside | {"versions": versions()},
         # Without `disable_git` wandb uploads uncommitted changes of the current directory, and its
         # remote. `announce` stands for its banners.
         "settings": wandb.Settings(disable_git=True, silent=True),
