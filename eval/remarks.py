@@ -28,6 +28,8 @@ SHINGLE = 5
 SIMILAR = 0.8
 # Intervals from fewer prompts are called rough.
 FEW = 8
+# Prompts of a set from which drafts can be told apart.
+ENOUGH = 32
 # On a quiet machine, the interquartile range of the target's timings is at most this share of their
 # median.
 SPREAD = 0.15
@@ -81,7 +83,7 @@ def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> Iterator[Remark]:
             few.append(f"{name} {apart}")
     if few:
         text = f"few prompts ({', '.join(few)}): intervals are rough, and one of width 0 is not "
-        yield Remark(about="few_prompts", text=f"{text}certainty; use 32 or more")
+        yield Remark(about="few_prompts", text=f"{text}certainty; use {ENOUGH} or more")
 
 
 def _with_kind(suite: Suite) -> str:

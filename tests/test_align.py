@@ -157,6 +157,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
             value = value[key]
         assert value is not None and line.endswith(")"), line
     before_work = err.partition("1/3 distil")[0].strip().splitlines()
+    assert "prompts: 4 are held out to measure on, which shows that the road works" in err
     assert "6 steps" in before_work[-4] and before_work[-3].startswith("pays: from ")
     assert before_work[-2].startswith("expected at most: ")
     assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 6

@@ -2,6 +2,7 @@
 and key.
 """
 
+import copy
 import gzip
 import re
 import sys
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith.core import tokenization
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompt_rows import count_rows
 from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
@@ -190,7 +192,33 @@ def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
     path = write_rows(tmp_path / "rows.jsonl", {"prompt": "first"}, row, row)
     read_prompts(path, chat)
     warning = f"{path}: key {key!r} is ignored; prompts do not contain it"
-    assert [record.getMessage() for record in caplog.records] == [warning]
+    messages = [record.getMessage() for record in caplog.records]
+    asks = f"{path}: key 'prompt' is continued as text; to ask it in the target's chat template"
+    assert [line for line in messages if not line.startswith(asks)] == [warning]
+    # Without a template nothing else is meant.
+    assert sum(line.startswith(asks) for line in messages) == 1
+    caplog.clear()
+    read_prompts(path, copy_without_template(chat))
+    assert not any("continued as text" in record.getMessage() for record in caplog.records)
+
+
+def copy_without_template(tokenizer: Any) -> Any:
+    plain = copy.copy(tokenizer)
+    plain.chat_template = None
+    return plain
+
+
+def test_a_template_of_another_model_is_one_remark(target_dir, caplog):
+    """Its marks are no tokens of the target."""
+    tokenization._warn_once.cache_clear()
+    marked = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
+    for _ in range(2):
+        load_tokenizer(target_dir, chat_template=marked)
+    (record,) = caplog.records
+    assert "the chat template marks turns with <|im_start|>, which is" in record.getMessage()
+    caplog.clear()
+    load_tokenizer(target_dir, chat_template="{% for m in messages %}[{{ m['role'] }}]{% endfor %}")
+    assert not caplog.records
 
 
 def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@ kind.
 """
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError, first_line
+from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import make_dir, read_json
 from draftsmith.core.models import (
     check_finite,
@@ -222,6 +224,13 @@ def _feature_cache(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> F
     make_dir(Path(options.features), "head.features")
     layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
     limit_gib = options.features_gib or _CACHE_GIB
+    token_bytes = len(layers) * layout_of(target).width * target.dtype.itemsize
+    whole = int(job.training.lengths.sum() + job.heldout.lengths.sum()) * token_bytes
+    free = shutil.disk_usage(options.features).free
+    say(
+        f"train: features of all rows take {whole / 2**30:.2f} GiB in {options.features}, of "
+        f"which {limit_gib:g} may be used (head.features_gib) and {free / 2**30:.1f} are free"
+    )
     return FeatureCache(
         options.features,
         fingerprint=fingerprint(target),

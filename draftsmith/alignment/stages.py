@@ -35,6 +35,7 @@ from draftsmith.core.template_date import fix_date
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
 from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.remarks import ENOUGH
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
 from draftsmith.starting import in_words, init
@@ -136,6 +137,12 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     check(stages.evaluation)
     if whole.heldout_prompts is not None:
         hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
+        if min(whole.heldout_prompts, facts.different) < ENOUGH:
+            say(
+                f"prompts: {whole.heldout_prompts} are held out to measure on, which shows that "
+                f"the road works, not which draft is better; {5 * ENOUGH} hold out "
+                f"{ENOUGH}, which can"
+            )
     prompts.say_skipped()
     if facts.fresh_head:
         say(_fresh_head(whole, facts))

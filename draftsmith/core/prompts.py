@@ -208,6 +208,11 @@ class PromptReader:
         if not text.strip():
             return f"key {key!r} is empty"
         if key == "prompt":
+            if self.tokenizer.chat_template is not None and not self.source.startswith("@"):
+                _warn_once(
+                    f"{self.source}: key 'prompt' is continued as text; to ask it in the target's "
+                    "chat template, write 'messages'"
+                )
             return encode_text(self.tokenizer, text)
         # Nearly always enough characters for `prompt_tokens` tokens, so that no book is tokenised
         # for its start.

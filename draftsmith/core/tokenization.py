@@ -4,7 +4,9 @@ by itself.
 
 import json
 import logging
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from draftsmith.core.signals import limited
 from draftsmith.core.sources import check_source, has_tokenizer, no_model
 
 log = logging.getLogger(__name__)
+_warn_once = cache(log.warning)
+# Marks of turns: <|im_start|>, <start_of_turn>.
+_MARK = re.compile(r"<\|[^<>|\s]+\|>|<\w+_of_turn>")
 # Templates take milliseconds.
 _RENDER_S = 5
 Tokenizer = PreTrainedTokenizerBase
@@ -51,12 +56,23 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template_of(chat_template)
     try:
-        render(tokenizer, [{"role": "user", "content": "?"}])
+        _check_marks(tokenizer, render(tokenizer, [{"role": "user", "content": "?"}]))
     except TimeoutError as error:
         raise InputError(f"{name}: {error}") from None
     except Exception as error:
         log.debug("%s: its chat template refuses a short chat (%s)", name, error)
     return tokenizer
+
+
+def _check_marks(tokenizer: Tokenizer, rendered: object) -> None:
+    """Warn of marks of turns that are no tokens, as in a template of another model."""
+    for mark in dict.fromkeys(_MARK.findall(str(rendered))):
+        if (count := len(encode(tokenizer, mark, add_special_tokens=False))) > 1:
+            _warn_once(
+                f"the chat template marks turns with {mark}, which is {count} tokens to the "
+                "tokenizer; is it the target's own? --chat_template names another"
+            )
+            return
 
 
 def render(tokenizer: Tokenizer, turns: list[JsonObject], **options: Any) -> object:
