@@ -96,14 +96,14 @@ def _part(heads: MedusaHeads | HydraHeads, number: int, maker: LayerMaker) -> _P
     outputs = heads.outputs()
     output = packed_projection(heads.borrowed.projection)
     if outputs:
-        output = maker.fused(f"{number}.output", outputs[number])
+        output = maker.fused(f"{number}.output", [outputs[number]])
         if heads.extra_bias_V is not None:
             output.bias_O = heads.extra_bias_V.float()
     blocks: list[_Block] = []
     for index, block in enumerate(heads.blocks(number)):
         name = f"{number}.{index}"
         if isinstance(block, FirstBlock):
-            blocks.append(_Block(maker.fused(name, block.skip, block.linear), skips=True))
+            blocks.append(_Block(maker.fused(name, [block.skip, block.linear]), skips=True))
         elif isinstance(block, ResBlock):
-            blocks.append(_Block(maker.fused(name, block.linear), skips=False))
+            blocks.append(_Block(maker.fused(name, [block.linear]), skips=False))
     return _Part(blocks, output)

@@ -32,6 +32,7 @@ from draftsmith.decode.kernel_forward import (
     KernelForward,
     Layer,
     LayerMaker,
+    Norm,
     Opening,
     Sizes,
     causal_mask,
@@ -66,7 +67,7 @@ class _Parts:
 
     layers: list[Layer]
     opening: Opening
-    norm_D: Tensor | None
+    norm: Norm | None
     raw_features: bool = False
     logits: FusedLinear | None = None
 
@@ -104,7 +105,7 @@ def _is_plain(head: Any) -> bool:
         return False
     # An MTP head has the target's.
     rotary = getattr(head.rotary, "module", head.rotary)
-    return has_table(rotary, head.config.head_dim)
+    return has_table(rotary, _KIND, head.config.head_dim)
 
 
 def has_own_forward(head: nn.Module) -> bool:
@@ -147,24 +148,23 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             feature_normed=layer.norm_before_residual,
         )
         return _Parts(
-            layers=[maker.layer(layer, 0, _KIND, first_norm=None)],
+            layers=[maker.layer(layer, 0, _KIND, normed=False)],
             opening=opening,
-            norm_D=maker.vector(head.norm),
+            norm=maker.norm(head.norm),
             raw_features=not head.config.norm_output,
-            logits=maker.fused("lm_head", head.lm_head),
+            logits=maker.fused("lm_head", [head.lm_head]),
         )
     normed = not isinstance(head, EagleHead)
     layers = []
     for index, layer in enumerate(head.layers):
-        first_norm = layer.input_layernorm if normed else None
-        layers.append(maker.layer(layer, index, _KIND, first_norm))
-    norm_D = maker.vector(head.norm) if normed else None
+        layers.append(maker.layer(layer, index, _KIND, normed=normed))
+    norm = maker.norm(head.norm) if normed else None
     if isinstance(head, BlockHead):
-        return _Parts(layers=layers, opening=Opening(), norm_D=norm_D)
+        return _Parts(layers=layers, opening=Opening(), norm=norm)
     return _Parts(
         layers=layers,
-        opening=Opening(fc=maker.fused("fc", head.fc)),
-        norm_D=norm_D,
+        opening=Opening(fc=maker.fused("fc", [head.fc])),
+        norm=norm,
         logits=packed_projection(head.borrowed.projection),
     )
 
@@ -175,7 +175,7 @@ class _Step:
 
     tokens_Bq: Tensor
     positions_Rq: Tensor
-    rotary_N2E: Tensor
+    rotary: Mapping[str, Tensor]
     mask: Tensor | None
     place: CachePlace
     features_BtD: Tensor
@@ -196,22 +196,23 @@ class HeadForward(ABC):
         self._model = model
         self._head = head
         self._parts = parts
-        self._like = parts.layers[0].ffn_norm_D
+        self._like = parts.layers[0].ffn_norm.weight_D
         # Number of the kernel's state that is the head's feature.
         self._feature = len(parts.layers) + (not parts.raw_features)
         self.sizes = Sizes(
             heads=config.num_attention_heads,
             groups=config.num_key_value_heads,
             size=config.head_dim,
+            turned=config.head_dim,
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        self.rotary = RotaryTable(head.rotary, self._like)
+        self.rotary = RotaryTable(head.rotary, [_KIND], self._like)
         self._kernel = KernelForward(
             functions,
             parts.layers,
             self.sizes,
-            norm_D=parts.norm_D,
+            norm=parts.norm,
             head=parts.logits,
             opening=parts.opening,
         )
@@ -238,7 +239,7 @@ class HeadForward(ABC):
         step = _Step(
             tokens_Bq=tokens_Bq,
             positions_Rq=positions_Rq,
-            rotary_N2E=self.rotary.up_to(top_position),
+            rotary=self.rotary.up_to(top_position),
             mask=masks[_KIND],
             place=cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self._like),
             features_BtD=features_BTH.to(self.dtype).contiguous(),
@@ -264,7 +265,7 @@ class HeadForward(ABC):
         return self._kernel.run(
             step.tokens_Bq[:, span],
             step.positions_Rq[:, span],
-            step.rotary_N2E,
+            step.rotary,
             {_KIND: mask},
             replace(step.place, column=step.place.column + span.start),
             kept,

@@ -1,5 +1,5 @@
-"""The forward of a whole model of the LLaMA family, or of a draft head of its layers, as one call
-of the kernel (`native/forward.c`).
+"""The forward of a whole model of a known family, or of a draft head, as one call of the kernel
+(`native/forward.c`).
 
 Legend: B rows, q queries per row, R = B or 1, L layers, D hidden size, E head size, G key/value
 heads, P slots the attention reads, N positions, V vocabulary.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftsmith.decode.cache import CachePlace
+from draftsmith.decode.families import ACTIVATIONS, LLAMA, Family
 from draftsmith.decode.native import Kernel, PackedMatrix, address, structures
 from draftsmith.decode.packed_weights import FusedLinear, Packs
 
@@ -33,30 +34,51 @@ def joined(parts: Sequence[Sequence[Tensor]], dim: int = 0) -> tuple[Tensor, ...
 
 @dataclass(frozen=True)
 class Sizes:
-    """Heads and constants that all layers share. heads: query heads. groups: key/value heads.
-    size: of a head.
+    """Heads and constants that all layers share, by the names of `struct model` in
+    `native/model.h`. heads: query heads. groups: key/value heads. size: of a head. turned: the
+    first elements of a head that are rotated.
     """
 
     heads: int
     groups: int
     size: int
+    turned: int
     scale: float
     eps: float
+    activation: int = ACTIVATIONS["silu"]
+    gated: bool = True
+    parallel: bool = False
+    interleaved: bool = False
+    embedding_scale: float = 1.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm; with a bias, a layer norm."""
+
+    weight_D: Tensor
+    bias_D: Tensor | None
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its norms and its products. kind: of its attention mask."""
+    """One decoder layer: its norms and its products. kind: of its mask and rotary table.
+    out_norm_D, down_norm_D: of what these products add to the state.
+    """
 
     kind: str
-    norm_D: Tensor | None
+    norm: Norm | None
     qkv: FusedLinear
     query_norm_E: Tensor | None
     key_norm_E: Tensor | None
     out: FusedLinear
-    ffn_norm_D: Tensor
+    out_norm_D: Tensor | None
+    ffn_norm: Norm
     gate_up: FusedLinear
     down: FusedLinear
+    down_norm_D: Tensor | None
 
     @property
     def packed(self) -> bool:
@@ -67,14 +89,15 @@ class Layer:
 @dataclass(frozen=True)
 class LayerMaker:
     """Turns modules of a model into what its forward multiplies. packs: None for torch. any_size:
-    pack small matrices too. dtype: of products.
+    pack small matrices too. dtype: of products. family: names of the modules.
     """
 
     packs: Packs | None
     any_size: bool
     dtype: torch.dtype
+    family: Family = LLAMA
 
-    def fused(self, name: str, *linears: nn.Module) -> FusedLinear:
+    def fused(self, name: str, linears: Sequence[nn.Module]) -> FusedLinear:
         """Linear layers with the same input; `name`: key of their matrix in the model."""
         matrix = None
         if self.packs is not None:
@@ -84,26 +107,41 @@ class LayerMaker:
     def vector(self, norm: Any) -> Tensor:
         """The weight of a norm."""
         weight: Tensor = norm.weight
-        return weight.detach().to(self.dtype).contiguous()
+        offset = self.family.norm_offset
+        return (weight.detach().to(self.dtype) + offset).contiguous()
 
-    def layer(self, layer: Any, index: int, kind: str, first_norm: Any) -> Layer:
-        """A decoder layer of LLaMA, Qwen 2 or Qwen 3. first_norm: None if it reads its input as it
-        is.
-        """
-        attention = layer.self_attn
-        mlp = layer.mlp
-        normed = hasattr(attention, "q_norm")
-        qkv = self.fused(f"{index}.qkv", attention.q_proj, attention.k_proj, attention.v_proj)
+    def norm(self, module: Any) -> Norm:
+        """An RMS norm or a layer norm."""
+        bias = getattr(module, "bias", None)
+        return Norm(
+            weight_D=self.vector(module),
+            bias_D=None if bias is None else bias.detach().to(self.dtype).contiguous(),
+        )
+
+    def layer(self, layer: nn.Module, index: int, kind: str, *, normed: bool = True) -> Layer:
+        """A decoder layer of the family. normed: False if it reads its input as it is."""
+        family = self.family
+        modules = dict(layer.named_modules())
+
+        def fused(name: str, parts: Sequence[str]) -> FusedLinear:
+            return self.fused(f"{index}.{name}", [modules[part] for part in parts])
+
+        def weight(name: str | None) -> Tensor | None:
+            known = name is not None and name in modules
+            return self.vector(modules[name]) if known else None
+
         return Layer(
             kind=kind,
-            norm_D=None if first_norm is None else self.vector(first_norm),
-            qkv=qkv,
-            query_norm_E=self.vector(attention.q_norm) if normed else None,
-            key_norm_E=self.vector(attention.k_norm) if normed else None,
-            out=self.fused(f"{index}.out", attention.o_proj),
-            ffn_norm_D=self.vector(layer.post_attention_layernorm),
-            gate_up=self.fused(f"{index}.gate_up", mlp.gate_proj, mlp.up_proj),
-            down=self.fused(f"{index}.down", mlp.down_proj),
+            norm=self.norm(modules[family.norm]) if normed else None,
+            qkv=fused("qkv", family.qkv),
+            query_norm_E=weight(family.query_norm),
+            key_norm_E=weight(family.key_norm),
+            out=fused("out", [family.out]),
+            out_norm_D=weight(family.out_norm),
+            ffn_norm=self.norm(modules[family.ffn_norm]),
+            gate_up=fused("gate_up", family.up),
+            down=fused("down", [family.down]),
+            down_norm_D=weight(family.down_norm),
         )
 
 
@@ -144,46 +182,48 @@ class KernelForward:
         layers: Sequence[Layer],
         sizes: Sizes,
         *,
-        norm_D: Tensor | None,
+        norm: Norm | None,
         head: FusedLinear | None,
         embedding: PackedMatrix | Tensor | None = None,
+        places_ND: Tensor | None = None,
         opening: Opening | None = None,
     ) -> None:
-        """head: None for no logits. embedding: packed, or fp32; None with an `opening`."""
+        """head: None for no logits. embedding: packed, or fp32; None with an `opening`. places_ND:
+        learned positions, fp32.
+        """
         self.functions = functions
         self.layers = layers
-        self._holds = (norm_D, head, embedding, opening)
-        self._like = layers[0].ffn_norm_D
+        self._holds = (norm, head, embedding, places_ND, opening)
+        self._like = layers[0].ffn_norm.weight_D
         self.width = len(self._like)
-        # One kind of mask for each of the two places of a forward.
+        # One for each of the two places of a forward.
         self.kinds = sorted({layer.kind for layer in layers})
         self._scratch = torch.empty(0)
         self._step = structures.Step()
         self._layers = (structures.Layer * len(layers))()
         for index, layer in enumerate(layers):
-            mask = self.kinds.index(layer.kind)
             self._layers[index] = structures.Layer(
                 qkv=_matrix(layer.qkv),
                 out=_matrix(layer.out),
                 gate_up=_matrix(layer.gate_up),
                 down=_matrix(layer.down),
-                norm=address(layer.norm_D),
+                norm=_norm(layer.norm),
+                ffn_norm=_norm(layer.ffn_norm),
                 query_norm=address(layer.query_norm_E),
                 key_norm=address(layer.key_norm_E),
-                ffn_norm=address(layer.ffn_norm_D),
-                mask=mask,
+                out_norm=address(layer.out_norm_D),
+                down_norm=address(layer.down_norm_D),
+                kind=self.kinds.index(layer.kind),
             )
         self._model = structures.Model(
             layers=self._layers,
             count=len(layers),
             head=_matrix(head),
-            norm=address(norm_D),
+            norm=_norm(norm),
+            places=address(places_ND),
+            place_count=0 if places_ND is None else len(places_ND),
             width=self.width,
-            heads=sizes.heads,
-            groups=sizes.groups,
-            size=sizes.size,
-            eps=sizes.eps,
-            scale=sizes.scale,
+            **vars(sizes),
         )
         if opening is not None:
             self._opening = structures.Opening(
@@ -206,7 +246,7 @@ class KernelForward:
         self,
         tokens_Bq: Tensor,
         positions_Rq: Tensor,
-        rotary_N2E: Tensor,
+        rotary: Mapping[str, Tensor],
         masks: Mapping[str, Tensor | None],
         place: CachePlace,
         kept: int,
@@ -218,7 +258,8 @@ class KernelForward:
         the last layer's output and L + 1 that after the last norm; see `LeanForward.run`.
 
         inputs: with an `opening`, instead of the tokens' embeddings. state_dtype: of the hidden
-        states. IndexError for a token outside the vocabulary.
+        states. rotary: the table `[N, 2E]` by kind of layer. IndexError for a token outside the
+        vocabulary, and for a position beyond the learned ones.
         """
         batch, queries = tokens_Bq.shape
         wanted = sorted(set(numbers))
@@ -235,7 +276,6 @@ class KernelForward:
         step.tokens = tokens_Bq.data_ptr()
         step.positions = positions_Rq.data_ptr()
         step.position_stride = queries if len(positions_Rq) > 1 else 0
-        step.rotary = rotary_N2E.data_ptr()
         if inputs is not None:
             step.embedded = address(inputs.embedded_BqD)
             step.features = address(inputs.features_BqD)
@@ -246,11 +286,12 @@ class KernelForward:
         step.layer_stride, step.batch_stride, step.group_stride = place.keys_LBHCE.stride()[:3]
         for number, kind in enumerate(self.kinds):
             mask = masks[kind]
-            if mask is None:
-                step.masks[number] = structures.Mask(None, 0, 0)
-            else:
-                row_stride = mask.stride(0) if len(mask) > 1 else 0
-                step.masks[number] = structures.Mask(mask.data_ptr(), row_stride, mask.stride(2))
+            shared = step.kinds[number]
+            shared.mask = address(mask)
+            shared.rotary = rotary[kind].data_ptr()
+            if mask is not None:
+                shared.batch_stride = mask.stride(0) if len(mask) > 1 else 0
+                shared.query_stride = mask.stride(2)
         step.states = states.data_ptr()
         step.logits = logits_BqV.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), ctypes.c_void_p)
@@ -262,7 +303,8 @@ class KernelForward:
         step.scratch = self._scratch.data_ptr()
         if self.functions.forward(model_pointer, step_pointer):
             raise IndexError(
-                f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the embedding"
+                f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the "
+                "embedding, or a position beyond the learned ones"
             )
         by_number = dict(zip(wanted, states.to(state_dtype).unbind(), strict=True))
         return logits_BqV, [by_number[number] for number in numbers]
@@ -272,6 +314,12 @@ def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:
     """The additive mask `[1, 1, q, P]` of the last `queries` of `slots` tokens."""
     hidden_qP = like.new_full((queries, slots), -torch.inf)
     return hidden_qP.triu_(slots - queries + 1)[None, None]
+
+
+def _norm(norm: Norm | None) -> structures.Norm:
+    if norm is None:
+        return structures.Norm()
+    return structures.Norm(address(norm.weight_D), address(norm.bias_D))
 
 
 def _matrix(product: FusedLinear | None) -> structures.Matrix:

@@ -1,11 +1,11 @@
-"""The forward of the LLaMA family without modules, hooks and masks made inside.
+"""The forward of known families (`families`) without modules, hooks and masks made inside.
 
 A small draft model spends most of a forward in Python, and the target pays the same at every step.
-This is the computation of `LlamaForCausalLM` and its relatives with the fewest tensor operations:
-one product for queries, keys and values, rotary tables read instead of computed, keys and values
-written straight into the cache. It equals the model's own forward within rounding, and a model that
-it might not equal is refused. If every matrix is packed for the kernel, a step is one call, and
-prompts are read in calls of a few rows (`kernel_forward`).
+If every matrix is packed for the kernel, a step is one call, and prompts are read in calls of a few
+rows (`kernel_forward`). For `LlamaForCausalLM` and its relatives this is also the computation with
+the fewest tensor operations of torch: one product for queries, keys and values, rotary tables read
+instead of computed, keys and values written straight into the cache. It equals the model's own
+forward within rounding, and a model that it might not equal is refused.
 
 Legend: B rows, q queries per row, X = B * q, D hidden size, E head size, H query heads, G key/value
 heads, P slots the attention reads, V vocabulary, N positions.
@@ -19,14 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
 
 from draftsmith.core.models import vocabulary_size
 from draftsmith.decode.cache import CachePlace, TreeCache
+from draftsmith.decode.families import ACTIVATIONS, FAMILIES, Family
 from draftsmith.decode.kernel_forward import (
     MOST_TOKENS,
     SMALLEST_MODEL,
@@ -39,17 +37,12 @@ from draftsmith.decode.kernel_forward import (
     joined,
 )
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel
-from draftsmith.decode.packed_weights import PackedEmbedding, PackedLinear, Packs, is_four_bits
+from draftsmith.decode.packed_weights import PACKED, PackedEmbedding, Packs, is_four_bits
 from draftsmith.decode.rotary_table import RotaryTable, has_table
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, to_target
 
-_FAMILY: dict[type, object] = {
-    modeling_llama.LlamaForCausalLM: modeling_llama,
-    modeling_mistral.MistralForCausalLM: modeling_mistral,
-    modeling_qwen2.Qwen2ForCausalLM: modeling_qwen2,
-    modeling_qwen3.Qwen3ForCausalLM: modeling_qwen3,
-}
-_PLAIN = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, PackedLinear, PackedEmbedding)
+_PLAIN = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.SiLU, nn.ReLU, nn.Dropout}
+_PLAIN |= set(PACKED.values())
 # Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a
 # trimmed draft's logits, which is done here too.
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
@@ -58,17 +51,21 @@ _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module
 def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | None":
     """Return the lean forward of a model, by torch if `packs` is None.
 
-    Return None if the model is not plain LLaMA, Mistral or Qwen: another class or attention, hooks,
+    Return None if the model is not plainly of a known family: another class or attention, hooks,
     adapters, patched or quantised layers, several dtypes or devices, or frequencies that depend on
-    the length.
+    the length. Families that torch does not compute here need the kernel.
     """
-    family = _FAMILY.get(type(model))
+    family = FAMILIES.get(type(model))
+    # What transformers takes if nothing is asked for; Gemma 2 has no other.
+    usual = "sdpa" if model._supports_sdpa else "eager"
     attention = getattr(model.config, "_attn_implementation", "")
-    if family is None or model.training or attention != "sdpa":
+    if family is None or model.training or attention != usual:
         return None
-    body: Any = model.model
-    size = body.layers[0].self_attn.head_dim
-    if not has_table(body.rotary_emb, size):
+    kernel_only = not family.by_torch
+    activation = getattr(model.config, family.activation)
+    if kernel_only and (packs is None or not packs.native or activation not in ACTIVATIONS):
+        return None
+    if not _has_parts(model, family):
         return None
     four_bits = packs is not None and packs.native
     for module in model.modules():
@@ -84,13 +81,66 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
     device_type, _, dtype = kinds.pop()
     if kinds or not dtype.is_floating_point or device_type not in ("cpu", "cuda"):
         return None
-    return LeanForward(model, packs)
+    lean = LeanForward(model, packs, family)
+    return None if kernel_only and lean.kernel is None else lean
 
 
-def _is_plain(module: nn.Module, family: object) -> bool:
+def _has_parts(model: PreTrainedModel, family: Family) -> bool:
+    """Whether the parts of a model are put together as those of its family usually are."""
+    body: Any = model.get_submodule(family.body)
+    last_norm = getattr(body, family.last_norm)
+    # OPT-350m norms behind its products, and projects its embedding.
+    width = getattr(body, family.embedding).embedding_dim
+    if getattr(last_norm, "weight", None) is None or len(last_norm.weight) != width:
+        return False
+    sizes = _sizes(model, family)
+    kinds = set(_kinds(model)) if sizes.turned else set()
+    return all(has_table(body.rotary_emb, kind, sizes.turned) for kind in kinds)
+
+
+def _kinds(model: PreTrainedModel) -> list[str]:
+    """The kind of each layer."""
+    config = model.config
+    windowed = getattr(config, "sliding_window", None) is not None
+    kind = "sliding_attention" if windowed else "full_attention"
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    return kinds or [kind] * config.num_hidden_layers
+
+
+def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
+    config: Any = model.config
+    body: Any = model.get_submodule(family.body)
+    out: Any = body.layers[0].get_submodule(family.out)
+    attention: Any = body.layers[0].get_submodule(family.out.partition(".")[0])
+    last_norm = getattr(body, family.last_norm)
+    scale = getattr(getattr(body, family.embedding), "embed_scale", torch.ones(()))
+    size = out.in_features // config.num_attention_heads
+
+    def option(name: str | None) -> Any:
+        return None if name is None else getattr(config, name)
+
+    return Sizes(
+        heads=config.num_attention_heads,
+        groups=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        size=size,
+        turned=getattr(attention, "rotary_ndims", size) if hasattr(body, "rotary_emb") else 0,
+        scale=attention.scaling,
+        eps=getattr(last_norm, "variance_epsilon", None) or last_norm.eps,
+        activation=ACTIVATIONS.get(option(family.activation), 0),
+        gated=len(family.up) > 1,
+        parallel=bool(option(family.parallel)),
+        interleaved=len(family.qkv) == 1,
+        # Which the model rounds to its dtype.
+        embedding_scale=float(scale.to(last_norm.weight.dtype)),
+        attention_cap=option(family.attention_cap) or 0.0,
+        logit_cap=option(family.logit_cap) or 0.0,
+    )
+
+
+def _is_plain(module: nn.Module, family: Family) -> bool:
     kind = type(module)
     known = kind in _PLAIN or kind.__module__ == "transformers.activations"
-    of_family = vars(family).get(kind.__name__)
+    of_family = vars(family.code).get(kind.__name__)
     return known or of_family is kind
 
 
@@ -100,58 +150,61 @@ class LeanForward:
     `dtype`: of products, masks and cache. fp32 with the kernel, else the model's.
     """
 
-    def __init__(self, model: PreTrainedModel, packs: Packs | None) -> None:
-        body: Any = model.model
+    def __init__(self, model: PreTrainedModel, packs: Packs | None, family: Family) -> None:
+        body: Any = model.get_submodule(family.body)
         head: Any = model.lm_head
         config: Any = model.config
-        attention = body.layers[0].self_attn
+        last_norm = getattr(body, family.last_norm)
         weights = list(model.parameters())
         on_cpu = packs is not None and packs.native and model.device.type == "cpu"
         functions = kernel() if on_cpu else None
-        self.sizes = Sizes(
-            heads=config.num_attention_heads,
-            groups=config.num_key_value_heads,
-            size=attention.head_dim,
-            scale=attention.scaling,
-            eps=body.norm.variance_epsilon,
-        )
-        silu = config.hidden_act in ("silu", "swish")
-        self.act = F.silu if silu else body.layers[0].mlp.act_fn
-        self.embedding: nn.Module = body.embed_tokens
-        self._state_dtype: torch.dtype = body.norm.weight.dtype
+        self.sizes = _sizes(model, family)
+        self.act = ACT2FN[getattr(config, family.activation)]
+        self.embedding: nn.Module = getattr(body, family.embedding)
+        self._state_dtype: torch.dtype = last_norm.weight.dtype
         self.dtype = self._state_dtype if functions is None else torch.float32
         self._packs = packs
+        self._by_torch_too = family.by_torch
         # Torch would multiply 16 bits slowly on a CPU, and cannot multiply four.
         large = sum(weight.numel() for weight in weights) >= SMALLEST_MODEL
         four_bits = any(four_bit_state(weight) is not None for weight in weights)
-        self._any_size = self.dtype != self._state_dtype or four_bits or (silu and large)
-        maker = LayerMaker(packs, self._any_size, self.dtype)
-        self.norm_D = maker.vector(body.norm)
-        self.head = maker.fused("head", head)
+        known = getattr(config, family.activation) in ACTIVATIONS
+        needed = self.dtype != self._state_dtype or four_bits or not family.by_torch
+        self._any_size = needed or (known and large)
+        maker = LayerMaker(packs, self._any_size, self.dtype, family)
+        self.norm = maker.norm(last_norm)
+        self.head = maker.fused("head", [head])
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D = draft_vocabulary(model)
         self._vocabulary = vocabulary_size(model)
-        self.device = self.norm_D.device
-        self.rotary = RotaryTable(body.rotary_emb, self.norm_D)
-        windowed = getattr(config, "sliding_window", None) is not None
-        kind = "sliding_attention" if windowed else "full_attention"
-        kinds = getattr(config, "layer_types", None) or [kind] * len(body.layers)
+        self.device = self.norm.weight_D.device
+        kinds = _kinds(model)
+        rotary = getattr(body, "rotary_emb", None)
+        self.rotary = RotaryTable(rotary, set(kinds), self.norm.weight_D)
         self.layers: list[Layer] = []
         for index, layer in enumerate(body.layers[: config.num_hidden_layers]):
-            self.layers.append(maker.layer(layer, index, kinds[index], layer.input_layernorm))
-        tied = head._parameters["weight"] is self.embedding._parameters["weight"]
+            self.layers.append(maker.layer(layer, index, kinds[index]))
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
-        table = self._embedding_table(tied) if packed and silu else None
-        self._kernel: KernelForward | None = None
+        tied = head._parameters["weight"] is self.embedding._parameters["weight"]
+        table = self._embedding_table(tied) if packed and known else None
+        self.kernel: KernelForward | None = None
         if functions is not None and table is not None:
-            self._kernel = KernelForward(
+            self.kernel = KernelForward(
                 functions,
                 self.layers,
                 self.sizes,
-                norm_D=self.norm_D,
+                norm=self.norm,
                 head=self.head,
                 embedding=table,
+                places_ND=self._learned_positions(body, family),
             )
+
+    def _learned_positions(self, body: nn.Module, family: Family) -> Tensor | None:
+        if family.places is None:
+            return None
+        places = getattr(body, family.places)
+        weight_ND: Tensor = places.weight[places.offset :]
+        return weight_ND.detach().to(self.dtype).contiguous()
 
     def _embedding_table(self, tied: bool) -> PackedMatrix | Tensor | None:
         """Return the embedding as the kernel reads it, packed or in fp32."""
@@ -185,28 +238,24 @@ class LeanForward:
         or B, 1, q, P]`, by kind of layer; None sees everything, but is causal in a prefill.
         prefill: compute no logits.
         """
-        rotary_N2E = self.rotary.up_to(top_position)
+        rotary = self.rotary.up_to(top_position)
         # Behind the output of the last layer stands the normed last state, -1.
         numbers = [layer % (len(self.layers) + 2) for layer in hidden_layers]
-        if self._kernel is not None and (prefill or tokens_Bq.numel() <= MOST_TOKENS):
+        few = tokens_Bq.numel() <= MOST_TOKENS
+        if self.kernel is not None and (prefill or few or not self._by_torch_too):
             assert isinstance(cache, TreeCache)
-            place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self.norm_D)
-            if prefill:
-                states = self._read(tokens_Bq, positions_Bq, rotary_N2E, masks, place, numbers)
-                return self.norm_D.new_empty(len(tokens_Bq), 0, 0), tuple(states)
+            like = self.norm.weight_D
+            place = cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, like)
             queries = tokens_Bq.shape[1]
-            logits, states = self._kernel.run(
-                tokens_Bq,
-                positions_Bq,
-                rotary_N2E,
-                masks,
-                place,
-                min(keep_logits or queries, queries),
-                numbers,
-                state_dtype=self._state_dtype,
+            if prefill:
+                causal = causal_mask(like, queries, place.column + queries)
+                masks = {kind: causal if mask is None else mask for kind, mask in masks.items()}
+            kept = 0 if prefill else min(keep_logits or queries, queries)
+            logits, states = self._by_kernel(
+                tokens_Bq, positions_Bq, rotary, masks, place, kept, numbers
             )
         else:
-            rope_Bq1E = F.embedding(positions_Bq, rotary_N2E).unsqueeze(2)
+            rope_Bq1E = F.embedding(positions_Bq, rotary[self.layers[0].kind]).unsqueeze(2)
             x_BqD, by_number = self._by_torch(tokens_Bq, rope_Bq1E, masks, cache, numbers, prefill)
             states = [by_number[number].to(self._state_dtype) for number in numbers]
             if prefill:
@@ -219,43 +268,42 @@ class LeanForward:
             logits = to_target(logits, self._ids_D, self._vocabulary)
         return logits, tuple(states)
 
-    def _read(
+    def _by_kernel(
         self,
-        tokens_BT: Tensor,
-        positions_1T: Tensor,
-        rotary_N2E: Tensor,
+        tokens_Bq: Tensor,
+        positions_Rq: Tensor,
+        rotary: Mapping[str, Tensor],
         masks: Mapping[str, Tensor | None],
         place: CachePlace,
+        kept: int,
         numbers: Sequence[int],
-    ) -> list[Tensor]:
-        """Cache prompts, as many rows at a time as fit into one call of the kernel; return hidden
-        states `[B, T, D]`.
-        """
-        assert self._kernel is not None
-        rows, queries = tokens_BT.shape
-        causal = causal_mask(self.norm_D, queries, place.column + queries)
-        masks = {kind: causal if mask is None else mask for kind, mask in masks.items()}
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Forward as many rows at a time as fit into one call of the kernel."""
+        assert self.kernel is not None
+        rows, queries = tokens_Bq.shape
         size = max(1, MOST_TOKENS // queries)
         parts = []
         for begin in range(0, rows, size):
             some = slice(begin, begin + size)
-            part = replace(
-                place,
-                keys_LBHCE=place.keys_LBHCE[:, some],
-                values_LBHCE=place.values_LBHCE[:, some],
-            )
-            _, states = self._kernel.run(
-                tokens_BT[some],
-                positions_1T,
-                rotary_N2E,
-                masks,
-                part,
-                0,
+            part = self.kernel.run(
+                tokens_Bq[some],
+                _rows(positions_Rq, some),
+                rotary,
+                {kind: mask if mask is None else _rows(mask, some) for kind, mask in masks.items()},
+                replace(
+                    place,
+                    keys_LBHCE=place.keys_LBHCE[:, some],
+                    values_LBHCE=place.values_LBHCE[:, some],
+                ),
+                kept,
                 numbers,
                 state_dtype=self._state_dtype,
             )
-            parts.append(states)
-        return list(joined(parts))
+            if rows <= size:
+                return part
+            parts.append(part)
+        logits, states = zip(*parts, strict=True)
+        return torch.cat(logits), list(joined(states))
 
     def _by_torch(
         self,
@@ -276,8 +324,8 @@ class LeanForward:
         for index, layer in enumerate(self.layers):
             if index in numbers:
                 states[index] = x_XD.view(rows, queries, -1)
-            assert layer.norm_D is not None
-            h_XD = self._norm(x_XD, layer.norm_D)
+            assert layer.norm is not None
+            h_XD = self._norm(x_XD, layer.norm.weight_D)
             qkv_BqHE = layer.qkv(h_XD).view(rows, queries, -1, self.sizes.size)
             q_BHqE, keys, values = self._cached(layer, qkv_BqHE, rope_Bq1E, cache.layers[index])
             if prefill and index == last - 1 and max(numbers, default=0) < last:
@@ -285,11 +333,11 @@ class LeanForward:
                 return x_XD, states
             mixed_XD = self._attend(q_BHqE, keys, values, folded[layer.kind])
             x_XD = layer.out.plus(mixed_XD, x_XD)
-            gate, up = layer.gate_up.parts(self._norm(x_XD, layer.ffn_norm_D))
+            gate, up = layer.gate_up.parts(self._norm(x_XD, layer.ffn_norm.weight_D))
             gated = self.act(gate).mul_(up)
             x_XD = layer.down.plus(gated, x_XD)
         states[last] = x_XD.view(rows, queries, -1)
-        states[last + 1] = self._norm(x_XD, self.norm_D).view(rows, queries, -1)
+        states[last + 1] = self._norm(x_XD, self.norm.weight_D).view(rows, queries, -1)
         return states[last + 1], states
 
     def _cached(
@@ -350,3 +398,8 @@ class LeanForward:
                 q_BHqE, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=grouped
             )
         return mixed.transpose(1, 2).reshape(rows * queries, -1)
+
+
+def _rows(shared_or_each: Tensor, some: slice) -> Tensor:
+    """These rows of what has a row for each, or one for all."""
+    return shared_or_each if len(shared_or_each) == 1 else shared_or_each[some]

@@ -6,9 +6,9 @@ weights. On other devices, or without a compiler, torch multiplies. Products are
 models in bf16 and fp16.
 
 A model that is handed in is not changed: packed weights stand beside its own, for the lean forward
-of the LLaMA family; other architectures run their own forward. `take_over(model)` gives a model to
-its decoders: packed weights replace its own, which halves its memory, and every architecture
-multiplies with them.
+of the families that it knows (`families`); other architectures run their own forward.
+`take_over(model)` gives a model to its decoders: packed weights replace its own, which halves its
+memory, and every architecture multiplies with them.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
@@ -139,10 +141,21 @@ class PackedEmbedding(Packed, nn.Embedding):
     """`nn.Embedding` with a packed weight, shared with the output projection."""
 
 
-_PACKED: dict[type, type] = {
+# The scale comes first in the order of classes, so that it multiplies what was unpacked.
+class PackedGemma2Embedding(Gemma2TextScaledWordEmbedding, PackedEmbedding):
+    """Gemma 2's embedding with a packed weight."""
+
+
+class PackedGemma3Embedding(Gemma3TextScaledWordEmbedding, PackedEmbedding):
+    """Gemma 3's embedding with a packed weight."""
+
+
+PACKED: dict[type, type] = {
     nn.Linear: PackedLinear,
     Conv1D: PackedConv1D,
     nn.Embedding: PackedEmbedding,
+    Gemma2TextScaledWordEmbedding: PackedGemma2Embedding,
+    Gemma3TextScaledWordEmbedding: PackedGemma3Embedding,
 }
 
 
@@ -213,7 +226,7 @@ class Packs:
             stand_in = nn.Parameter(nothing, requires_grad=False)
             for holder in modules:
                 holder._parameters["weight"] = stand_in
-                _give_place(holder, place, _PACKED.get(type(holder), type(holder)))
+                _give_place(holder, place, PACKED.get(type(holder), type(holder)))
         self._freed = True
         return matrix
 
@@ -256,7 +269,7 @@ class Packs:
 
 
 def _replaceable(holders: Sequence[nn.Module]) -> bool:
-    kinds = (*_PACKED, *_PACKED.values())
+    kinds = (*PACKED, *PACKED.values())
     return bool(holders) and all(type(holder) in kinds for holder in holders)
 
 

@@ -219,6 +219,13 @@ class Custom(LlamaForCausalLM):
     """Somebody's own model with a familiar base."""
 
 
+def of_family(kind: str, **options: Any) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SIZES | options)
+    )
+    return model.eval()
+
+
 REFUSED: dict[str, Callable[[Any], object]] = {
     "subclass": lambda model: Custom(LlamaConfig(**SIZES)).train(False),
     "hook": lambda model: model.model.layers[1].mlp.register_forward_hook(
@@ -236,6 +243,15 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "mixed dtypes": lambda model: model.model.layers[1].mlp.up_proj.to(torch.float64),
     "dynamic rope": lambda model: build("llama", rope_parameters=DYNAMIC),
     "gpt2": lambda model: tiny_gpt2(),
+    "norms behind": lambda model: of_family("opt", ffn_dim=48, do_layer_norm_before=False),
+    "projected": lambda model: of_family("opt", ffn_dim=48, word_embed_proj_dim=16),
+    "norms without weights": lambda model: of_family(
+        "opt", ffn_dim=48, layer_norm_elementwise_affine=False
+    ),
+    "other activation": lambda model: of_family("gpt_neox", hidden_act="quick_gelu"),
+    "rope by length": lambda model: of_family(
+        "gpt_neox", rope_parameters={**DYNAMIC, "partial_rotary_factor": 1.0}
+    ),
 }
 
 

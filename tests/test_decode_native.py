@@ -12,7 +12,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from draftsmith.decode import (
     llama_forward as forward_module,
@@ -29,7 +43,7 @@ from draftsmith.decode.native import (
     narrowest,
     structures,
 )
-from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.packed_weights import packs_of, take_over
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import ability
 
@@ -516,11 +530,57 @@ MODELS: dict[str, Any] = {
         Qwen3Config,
         {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 36},
     ),
+    # Windows that end inside the prompts.
+    "gemma3": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        {
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 30,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 7.0,
+        },
+    ),
+    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 100}),
+    "opt gelu, no bias": (
+        OPTForCausalLM,
+        OPTConfig,
+        {"ffn_dim": 100, "enable_bias": False, "activation_function": "gelu"},
+    ),
+    "neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
+    "neox in turn": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig,
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "hidden_act": "gelu_new",
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+    ),
 }
 
 
 @torch.inference_mode(False)
-def build(name: str) -> LlamaForCausalLM:
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(len(name))
     model, config, changes = MODELS[name]
     sizes = {
@@ -541,8 +601,7 @@ def build(name: str) -> LlamaForCausalLM:
         torch.nn.init.normal_(parameter, 0.9 if parameter.ndim == 1 else 0, 0.2)
         if name == "values of bf16":
             parameter.data = parameter.data.bfloat16().float()
-    eval_mode: LlamaForCausalLM = made.train(False)
-    return eval_mode
+    return made.to(dtype).train(False)
 
 
 @pytest.fixture
@@ -578,7 +637,7 @@ TREE = Block(
 )
 
 
-def runner(model: LlamaForCausalLM, prompts: list[list[int]]) -> Runner:
+def runner(model: PreTrainedModel, prompts: list[list[int]]) -> Runner:
     made = Runner(model, ability(model).windows, 256, packs_of(model))
     made.prefill(prompts, 40)
     return made
@@ -679,6 +738,77 @@ def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
     monkeypatch.setattr(LeanForward, "_embedding_table", lambda self, tied: None)
     torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
     assert len(whole) == 6
+
+
+OTHER_FAMILIES = ["gemma3", "gemma2", "opt", "neox"]
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+@torch.inference_mode()
+def test_many_rows_are_forwarded_a_few_at_a_time(whole, monkeypatch, name):
+    model = build(name)
+    prompts = [list(range(first, first + 7 * first)) for first in range(1, 6)]
+    tokens = torch.arange(25).view(5, 5)
+
+    def outputs() -> list[Tensor]:
+        run = runner(model, prompts)
+        run.open()
+        logits, states = run.forward(tokens, TREE, keep_logits=3, hidden_layers=(1, -1))
+        return [logits, *states]
+
+    together = outputs()
+    monkeypatch.setattr(forward_module, "MOST_TOKENS", 12)
+    del whole[:]
+    apart = outputs()
+    assert whole[-3:] == [10, 10, 5]
+    for one, other in zip(together, apart, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+@torch.inference_mode()
+def test_a_model_in_bf16_has_its_own_constants_and_better_sums(whole, name):
+    """The scale of an embedding is rounded as the model rounds it; nothing else is."""
+    model = build(name, torch.bfloat16)
+    exact = build(name, torch.bfloat16).float()
+    prompt = list(range(1, 31))
+    run = runner(model, [prompt])
+    run.open()
+    tokens = torch.tensor([[5, 6, 7]])
+    logits, (embedded,) = run.forward(tokens, chain(3), hidden_layers=(0,))
+    whole_text = torch.cat([torch.tensor([prompt]), tokens], dim=1)
+    own = model(whole_text, output_hidden_states=True)
+    assert torch.equal(embedded, own.hidden_states[0][:, 30:])
+    if hasattr(exact.get_input_embeddings(), "embed_scale"):
+        exact.get_input_embeddings().embed_scale.copy_(model.model.embed_tokens.embed_scale)
+    truth = exact(whole_text).logits[:, 30:]
+    torch.testing.assert_close(logits, truth, atol=2e-4, rtol=1e-4)
+    assert (logits - truth).norm() < (own.logits[:, 30:] - truth).norm()
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+@torch.inference_mode()
+def test_a_taken_over_model_gives_its_own_weights(whole, name):
+    model, plain = build(name), build(name)
+    tokens = torch.tensor([list(range(1, 31))])
+    take_over(model)
+    run = runner(model, [tokens[0].tolist()])
+    run.open()
+    assert packs_of(model).nbytes() == 0
+    assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    weights = plain.state_dict()
+    assert all(torch.equal(weights[key], value) for key, value in model.state_dict().items())
+
+
+@torch.inference_mode()
+def test_a_position_without_an_embedding_is_refused(whole):
+    run = runner(build("opt"), [[1, 2, 3]])
+    run.limit = None
+    run.lengths = [256]
+    run.cache.capacity = 257
+    run.open()
+    with pytest.raises(IndexError, match="a position beyond the learned ones"):
+        run.forward(torch.tensor([[1]]), chain(1))
 
 
 @torch.inference_mode()

@@ -10,26 +10,10 @@
 
 #include <float.h>
 
+#include "activation.h"
 #include "panels.h"
 
 #define TOGETHER (5 * TILE) /* queries that share one reading of keys and values */
-
-/* exp(x); 0 below what fp32 holds as a normal number. */
-INLINE vec exponential(vec x) {
-    words tiny = (words)(x < -87.3f), huge = (words)(x > 88.3f);
-    x = (vec)(((words)x & ~huge) | ((words)((vec){0} + 88.3f) & huge));
-    vec n = (x * 1.44269504f + 12582912.0f) - 12582912.0f; /* the nearest integer */
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    typedef int32_t ints __attribute__((vector_size(LANES * 4)));
-    words power = (words)(__builtin_convertvector((vec)((words)n & ~tiny), ints) + 127) << 23;
-    return (vec)((words)(p * (vec)power) & ~tiny);
-}
 
 /* One half of the exchange of a transposition. Lane l of the result is `a`'s where l has not the bit `width`, and `b`'s
    where it has. Of the lower half, what comes from `b` is its lane l ^ width; of the upper half, what comes from `a`. */
@@ -122,7 +106,7 @@ static void mix_slots(
 
 /* scores [count][stride] of queries [count][size], which share keys; `top` gets the largest of each. */
 static void score(
-    size_t slots, size_t size, float scale, const float *queries, const float *const *masks, size_t count,
+    size_t slots, size_t size, float scale, float cap, const float *queries, const float *const *masks, size_t count,
     const float *keys, float *columns, float *scores, size_t stride, float *top) {
     float sums[TOGETHER * PANEL] __attribute__((aligned(64)));
     vec most[TOGETHER];
@@ -143,6 +127,7 @@ static void score(
         for (size_t t = 0; t < count; t++)
             for (size_t v = 0; v < PANEL; v += LANES) {
                 vec score = scale * at(sums + t * PANEL + v);
+                if (cap > 0) score = capped(score, cap);
                 size_t left = here < v ? 0 : here - v;
                 if (masks[t] && left >= LANES)
                     score += at(masks[t] + p + v);

@@ -16,13 +16,20 @@ class Matrix(ctypes.Structure):
     _fields_ = _fields(_POINTER, "values bias") + _fields(_SIZE, "outputs kind")
 
 
+class Norm(ctypes.Structure):
+    """Weight and bias of a norm."""
+
+    _fields_ = _fields(_POINTER, "weight bias")
+
+
 class Layer(ctypes.Structure):
     """A layer."""
 
     _fields_ = (
         *_fields(Matrix, "qkv out gate_up down"),
-        *_fields(_POINTER, "norm query_norm key_norm ffn_norm"),
-        ("mask", _SIZE),
+        *_fields(Norm, "norm ffn_norm"),
+        *_fields(_POINTER, "query_norm key_norm out_norm down_norm"),
+        ("kind", _SIZE),
     )
 
 
@@ -43,18 +50,25 @@ class Model(ctypes.Structure):
         ("layers", ctypes.POINTER(Layer)),
         ("count", _SIZE),
         ("head", Matrix),
-        ("norm", _POINTER),
+        ("norm", Norm),
         ("opening", ctypes.POINTER(Opening)),
         ("embedding", _POINTER),
-        *_fields(_SIZE, "embedding_packed embedding_kind vocabulary width heads groups size"),
-        *_fields(ctypes.c_float, "eps scale"),
+        *_fields(_SIZE, "embedding_packed embedding_kind vocabulary"),
+        ("places", _POINTER),
+        *_fields(_SIZE, "place_count width heads groups size turned"),
+        *_fields(_SIZE, "activation gated parallel interleaved"),
+        *_fields(ctypes.c_float, "eps scale embedding_scale attention_cap logit_cap"),
     )
 
 
-class Mask(ctypes.Structure):
-    """What is added to the scores."""
+class Kind(ctypes.Structure):
+    """What layers of one kind share: what is added to their scores, and the rotary table."""
 
-    _fields_ = (("values", _POINTER), *_fields(_SIZE, "batch_stride query_stride"))
+    _fields_ = (
+        ("mask", _POINTER),
+        *_fields(_SIZE, "batch_stride query_stride"),
+        ("rotary", _POINTER),
+    )
 
 
 class Step(ctypes.Structure):
@@ -64,12 +78,12 @@ class Step(ctypes.Structure):
         *_fields(_SIZE, "batch queries kept"),
         *_fields(_POINTER, "tokens positions embedded features"),
         *_fields(_SIZE, "remembers position_stride"),
-        *_fields(_POINTER, "rotary keys values"),
+        *_fields(_POINTER, "keys values"),
         *_fields(_SIZE, "layer_stride batch_stride group_stride column"),
-        ("masks", Mask * 2),
+        ("kinds", Kind * 2),
         *_fields(_POINTER, "states wanted logits scratch"),
     )
 
 
 # In the order of `draftsmith_sizes`.
-SHARED = (Matrix, Layer, Opening, Model, Mask, Step)
+SHARED = (Matrix, Norm, Layer, Opening, Model, Kind, Step)
