@@ -46,7 +46,7 @@ def distill(
         check_push(config.push_to_hub)
     try:
         with Run(config.out) as run:
-            processes = join_processes(config.device)
+            processes = join_processes(config.device, config)
             tokenizer = load_tokenizer(config.target, **tokenizing(config))
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)

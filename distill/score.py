@@ -157,7 +157,7 @@ def score_set(
     config = configured(ScoreConfig, config, options)
     with Run(config.out) as run:
         out = run.out
-        processes = join_processes(config.device)
+        processes = join_processes(config.device, config)
         tokenizer = load_tokenizer(config.target, **tokenizing(config))
         model = load_model(config.target, **loading(config))
         check_tokenizer(config.target, model, tokenizer)

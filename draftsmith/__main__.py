@@ -17,6 +17,7 @@ _ROOT = str(Path(__file__).resolve().parents[1])
 if sys.path and sys.path[0] in ("", str(Path.cwd())) and str(Path.cwd()) != _ROOT:
     del sys.path[0]
 
+import contextlib  # noqa: E402
 import io  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
@@ -29,18 +30,30 @@ from draftsmith.cli.commands import COMMANDS, instead_of, print_completion, run 
 from draftsmith.cli.examples import ROAD  # noqa: E402
 from draftsmith.core.errors import (  # noqa: E402
     InputError,
+    LauncherError,
     RequirementError,
     RunError,
     one_line,
     printable,
 )
 from draftsmith.core.host import keep_freed_memory, limit_threads  # noqa: E402
-from draftsmith.core.ranks import is_main  # noqa: E402
+from draftsmith.core.ranks import (  # noqa: E402
+    failed,
+    have_met,
+    is_main,
+    leads_machine,
+    lost_others,
+    say,
+    whose,
+)
 from draftsmith.core.signals import Terminated  # noqa: E402
 from draftsmith.core.terminal import Formatter  # noqa: E402
 
-# Time for the main process to end after an error that all processes have.
-_MAIN_ENDS_S = 30.0
+# Seconds for the process that says why a run ends: to come to the error, and to end after it.
+_COMES_S = 30.0
+_ENDS_S = 5.0
+# The reason that another process says.
+_unsaid: list[str] = []
 
 
 def usage() -> str:
@@ -72,8 +85,10 @@ def main(argv: list[str] | None = None) -> int:
     called = " ".join(["draftsmith", *words[:1]])
     try:
         try:
-            if (code := _prepare(words)) is None:
-                run(words[0], words[1:])
+            # Of several processes the main one prints help, options and results.
+            with contextlib.redirect_stdout(sys.stdout if is_main() else io.StringIO()):
+                if (code := _prepare(words)) is None:
+                    run(words[0], words[1:])
             return code or 0
         finally:
             # If the reader is gone or the disk is full, fail here, not when Python shuts down.
@@ -98,7 +113,7 @@ def _prepare(words: list[str]) -> int | None:
         print_completion(words[1:])
         return 0
     if name not in COMMANDS:
-        print(f"draftsmith: {name!r} is not a command; {instead_of(name)}", file=sys.stderr)
+        say(f"draftsmith: {name!r} is not a command; {instead_of(name)}")
         return 2
     # Escape characters that the terminal cannot show, instead of ending the run.
     for stream in (sys.stdout, sys.stderr):
@@ -128,13 +143,21 @@ def _failed(called: str, error: BaseException) -> int:
         for line in error.unmet:
             _say(f"{called}: {line}", error)
         return 3
+    if lost_others(error):
+        again = "run the same command again to resume"
+        error = RunError(
+            f"lost another process, whose output says why ({one_line(error)}); {again}"
+        )
+    called = f"{called}: {whose(error)}"
     if isinstance(error, InputError | RunError):
-        _say(f"{called}: {one_line(error)}", error)
+        _say(f"{called}{one_line(error)}", error)
         return 2 if isinstance(error, InputError) else 1
     if isinstance(error, MemoryError) or "start new thread" in str(error):
-        _say(f"{called}: no memory is left ({one_line(error)}); ask for less, or free some", error)
+        _say(f"{called}no memory is left ({one_line(error)}); ask for less, or free some", error)
         return 1
     if not isinstance(error, OSError):
+        if have_met() and not _say(f"{called}{type(error).__name__}: {one_line(error)}", error):
+            return 1
         raise error
     # Drop what Python still buffers: it would fail again at shutdown.
     if error.filename is None:
@@ -142,7 +165,7 @@ def _failed(called: str, error: BaseException) -> int:
     if isinstance(error, BrokenPipeError):
         return 0  # the reader (`| head`) has seen enough
     file = f"{error.filename}: " if error.filename else ""
-    _say(f"{called}: {file}{error.strerror or error}", error)
+    _say(f"{called}{file}{error.strerror or error}", error)
     return 1
 
 
@@ -151,14 +174,25 @@ def _note(stop: BaseException) -> str:
     return f"; {notes[-1]}" if notes else ""
 
 
-def _say(line: str, error: BaseException) -> None:
-    """Print to standard error. If every process has the error, only the main one prints."""
-    if is_main() or not isinstance(
-        error, InputError | RequirementError | KeyboardInterrupt | Terminated
-    ):
-        line = printable(line)
-        print(line, file=sys.stderr, flush=True)
-        _tell_launcher(line)
+def _say(line: str, error: BaseException) -> bool:
+    """Print why the run ends to standard error, unless another process says it. Return whether it
+    is this line.
+    """
+    line = printable(line)
+    said: str | None = line
+    if isinstance(error, RequirementError | KeyboardInterrupt | Terminated):
+        said = line if is_main() else None
+    elif have_met():
+        said = failed(line)
+    elif isinstance(error, InputError) and not isinstance(error, LauncherError):
+        # The processes of one machine have the same command line and files.
+        said = line if leads_machine() else None
+    if said is None:
+        _unsaid.append(line)
+    else:
+        print(said, file=sys.stderr, flush=True)
+        _tell_launcher(said)
+    return said == line
 
 
 def _tell_launcher(line: str) -> None:
@@ -170,14 +204,19 @@ def _tell_launcher(line: str) -> None:
 
 
 def ended(code: int) -> int:
-    """Return an exit code, after the main process has ended if all have the same error.
+    """Return an exit code, after the process that says the reason has ended.
 
     The launcher stops the others when one ends. It must not stop the one that prints the reason,
     and it reports every process that did not end with 0.
     """
-    if code in (2, 3) and not is_main():
+    if _unsaid and code in (1, 2, 3):
+        line = _unsaid.pop()
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-        time.sleep(_MAIN_ENDS_S)
+        if code != 3 and have_met():
+            time.sleep(_ENDS_S)
+        else:
+            time.sleep(_COMES_S)
+            print(line, file=sys.stderr)
     return code
 
 

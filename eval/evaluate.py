@@ -65,7 +65,7 @@ def evaluate_request(request: EvalRequest) -> Results:
     started = time.time()
     wandb_runs.check_tracker(given.tracker)
     if launched() > 1:
-        join_processes(given.device)
+        join_processes(given.device, given)
     out = Path(given.out)
     with Run(out) as run:
         run.begin()

@@ -125,7 +125,9 @@ def _training(checkpoint: Path) -> Training | None:
 
 def identity(model: ModelRow) -> list[str]:
     """What decides a model's numbers: weights, dtype and device."""
-    return [model["fingerprint"], model["dtype"], model["device"]]
+    # Every process has a GPU of its own number.
+    device = model["device"].partition(":")[0]
+    return [model["fingerprint"], model["dtype"], device]
 
 
 def machine(model: PreTrainedModel) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
+from draftsmith.core.agreement import agree
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
@@ -81,9 +82,11 @@ class Evaluation:
 
     def measure(self) -> Measured:
         """Measure everything that the request asks for. The clock comes last, when everything is
-        warm.
+        warm. Raise InputError if the processes have other models or prompts.
         """
         request = self.request
+        models = {name: row["fingerprint"] for name, row in self.models.items()}
+        agree({"models": models, "prompts": {suite.name: suite.digest for suite in self.suites}})
         timed = request.config.speed_prompts if request.asked else 0
         runs = request.runs
         total = 0

@@ -1,19 +1,45 @@
 """Several processes, signals, and what is set for OpenMP before torch starts its threads."""
 
+import contextlib
+import fnmatch
 import os
 import platform
 import pty
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from draftsmith.__main__ import ended, main
+from draftsmith.core import agreement, launcher, ranks, runs
+from draftsmith.core.errors import InputError, LauncherError
 from draftsmith.core.host import limit_threads
 from draftsmith.core.launcher import launcher_request
+from draftsmith.core.options import for_all
 from draftsmith.core.ranks import divided, on_main
+from draftsmith.train.config import TrainConfig
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """`launched(RANK=1, ...)` sets the variables of a launcher, and no others of them."""
+
+    def launch(**variables: object) -> None:
+        for name in LAUNCHER:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+
+    return launch
+
+
+TWO = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
 
 
 def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
@@ -26,22 +52,140 @@ def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
 
 
 @pytest.mark.parametrize("line", ["decode --target t --prompt a", "doctor --draft d --target t"])
-def test_a_command_of_one_process_is_refused_in_several(line, monkeypatch, tmp_path, capsys):
+def test_a_command_of_one_process_is_refused_in_several(
+    line, monkeypatch, launched, tmp_path, capsys
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    launched(RANK=0, **TWO)
     assert main(line.split()) == 2
     assert "runs in one process, but 2 were launched" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_the_main_process_gives_the_launcher_the_reason(rank, tmp_path, monkeypatch, capsys):
-    file = tmp_path / "error.json"
-    for name, value in (
-        ("RANK", rank),
-        ("WORLD_SIZE", "2"),
-        ("TORCHELASTIC_ERROR_FILE", str(file)),
+@pytest.mark.parametrize(
+    ("left", "message"),
+    [
+        ({"RANK": 1}, "RANK=1 without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; * unset RANK"),
+        ({"WORLD_SIZE": 2, "RANK": 1}, "rank 1: RANK=1 WORLD_SIZE=2 without MASTER_ADDR, *"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: not a number; * unset WORLD_SIZE"),
+        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: not a number; * unset LOCAL_RANK"),
+        ({"RANK": "one", **TWO}, "RANK=one: not a number; * unset RANK WORLD_SIZE MASTER_ADDR *"),
+        ({"RANK": 2, **TWO}, "rank 2: RANK=2: WORLD_SIZE is only 2; *"),
+        ({"RANK": 0, **TWO, "MASTER_PORT": "p"}, "MASTER_PORT=p: not a number; *"),
+    ],
+)
+def test_what_is_left_of_a_launcher_is_named(left, message, launched, capsys):
+    launched(**left)
+    assert main(["train", "--data", "d", "--out", "o", "--draft", "d"]) == 2
+    said = capsys.readouterr().err
+    assert fnmatch.fnmatch(said, f"draftsmith train: {message}*\n") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("variables", [{"WORLD_SIZE": 1, "RANK": 0}, {"RANK": 1, **TWO}])
+def test_a_whole_set_of_variables_is_taken(variables, launched):
+    launched(**variables)
+    ranks.check_launcher()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out|refused")])
+def test_processes_that_do_not_come_are_waited_for_no_longer_than_a_minute(
+    rank, found, launched, monkeypatch
+):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched(RANK=rank, **TWO | {"MASTER_PORT": port})
+    assert launcher._MEET_S == 60
+    monkeypatch.setattr(launcher, "_MEET_S", 0.1)
+    with pytest.raises(
+        LauncherError, match=rf"{port}: .*({found}).*; if no launcher .*, unset RANK"
     ):
-        monkeypatch.setenv(name, value)
+        launcher.wait_for_all()
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--print_config"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_processes_one_prints_help_and_options(words, rank, launched, capsys):
+    launched(RANK=rank, **TWO)
+    with contextlib.suppress(SystemExit):
+        main(words)
+    assert bool(capsys.readouterr().out) == (rank == 0)
+
+
+def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypatch, capsys):
+    """Once on each machine, with its rank. Those that lose it, or fail likewise, are silent."""
+    monkeypatch.setattr(ranks, "_store", HashStore())
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr("signal.signal", lambda number, handler: None)
+    lost = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+    def fails(rank: int, machine: int, error: Exception) -> tuple[int, str]:
+        launched(RANK=rank, GROUP_RANK=machine, **TWO | {"WORLD_SIZE": 4})
+
+        def run(*words: object) -> None:
+            raise error
+
+        monkeypatch.setattr("draftsmith.__main__.run", run)
+        return ended(main(["train"])), capsys.readouterr().err
+
+    reason = "draftsmith train: rank 1: a row is broken\n"
+    assert fails(1, 0, InputError("a row is broken")) == (2, reason)
+    assert fails(0, 0, lost) == (1, "")
+    assert fails(2, 1, lost) == (1, reason)
+    assert fails(3, 1, KeyError("a bug that follows")) == (1, "")
+    monkeypatch.setattr(ranks, "_store", HashStore())
+    code, said = fails(1, 0, lost)
+    assert code == 1 and said.startswith("draftsmith train: rank 1: lost another process")
+    assert said.count("\n") == 1 and "run the same command again" in said
+    monkeypatch.setattr(ranks, "_store", HashStore())
+    with pytest.raises(KeyError):
+        fails(1, 0, KeyError("a bug"))
+
+
+def test_processes_of_another_identity_are_refused(monkeypatch):
+    identity: dict[str, object] = {"config": {"optim": {"lr": 1e-3}}, "data": "0" * 16}
+    gathered: list[dict[str, object]] = []
+    monkeypatch.setattr(agreement, "from_each", lambda work: [work(), *gathered])
+    agreement.agree(identity)
+    others: list[tuple[dict[str, object], str]] = [
+        ({"config": {"optim": {"lr": 5e-3}}}, "^optim.lr is 0.001, on rank 2 it is 0.005; give "),
+        ({"data": "1" * 16}, "^data differs on rank 2; give every process the same "),
+    ]
+    for other, message in others:
+        gathered[:] = [identity, identity | other]
+        with pytest.raises(InputError, match=message):
+            agreement.agree(identity)
+
+
+def test_processes_share_all_options_but_those_of_a_machine():
+    def options(**more: object) -> object:
+        return for_all(TrainConfig(draft="d", **more))  # type: ignore[arg-type]
+
+    same = options(out="o", data=["d"], device="cpu")
+    assert same == options(out="p", data=["other/place"], device="cuda:1")
+    for key, value in {"batch_size": 3, "seed": 1, "target": "t", "save_every": 7}.items():
+        assert same != options(out="o", data=["d"], **{key: value}), key
+
+
+def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatch):
+    """The main process writes its lock there, and another one finds none, or an old one."""
+    monkeypatch.setattr(runs, "_SHOWN_S", 0)
+    monkeypatch.setattr(runs, "from_main", lambda work: b"process 7 on elsewhere")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / ".lock").write_text("process 8 on elsewhere")
+    for name in ("old", "new"):
+        with pytest.raises(InputError, match=rf"^--out: .*/{name} lacks .*all processes share"):
+            with runs.hold(tmp_path / name):
+                pass
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_main_process_gives_the_launcher_the_reason(
+    rank, tmp_path, monkeypatch, launched, capsys
+):
+    file = tmp_path / "error.json"
+    launched(RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_ERROR_FILE=file, **TWO)
     handled: list[int] = []
     slept: list[float] = []
     monkeypatch.setattr("signal.signal", lambda number, handler: handled.append(number))
@@ -52,9 +196,9 @@ def test_the_main_process_gives_the_launcher_the_reason(rank, tmp_path, monkeypa
         assert reason.startswith("draftsmith train: --") and not slept
         assert ProcessFailure(0, 1, 2, str(file)).message == reason
     else:
-        # The launcher would stop the main process before it has said why.
-        assert not reason and not file.exists() and len(slept) == 1
-        assert handled == [signal.SIGTERM]
+        # The launcher would stop the main process before it has said why. Here nobody said it.
+        assert reason.startswith("draftsmith train: rank 1: --") and not file.exists()
+        assert slept == [30] and handled == [signal.SIGTERM]
 
 
 def test_a_pipe_that_breaks_asks_a_run_to_stop_as_sigterm_does():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith.core.errors import RunError
+from draftsmith.core.errors import LauncherError, RunError
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.world import make_world
 from tests.train_laws import BEFORE, close, metrics
@@ -209,10 +209,18 @@ FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "set `accumulation` instead"),
         (FSDP, "sets 1 for fsdp_version"),
         # Nobody else can be found: each would train a copy of its own.
-        ({"WORLD_SIZE": "2"}, "could not connect the processes: .*MASTER_ADDR"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK, MASTER_ADDR"),
         (
             {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1"},
-            "only 1 of the launched processes connected",
+            "only 1 of the launched processes connected; .* --multi_gpu \\(also",
+        ),
+        (
+            {
+                "ACCELERATE_MIXED_PRECISION": "no",
+                "MASTER_ADDR": "127.0.0.1",
+                "ACCELERATE_USE_CPU": "true",
+            },
+            "--multi_gpu in place of --cpu \\(also",
         ),
     ],
 )
@@ -230,7 +238,7 @@ def test_a_launcher_that_would_be_ignored_is_refused(environment, message, monke
         monkeypatch.setenv(name, environment.get(name, "0"))
         if name not in environment:
             monkeypatch.delenv(name)
-    with pytest.raises(RunError, match=message):
+    with pytest.raises((RunError, LauncherError), match=message):
         make_world(TrainConfig(out="o", data=["d"], draft="d", device="cpu"))
 
 

@@ -13,7 +13,13 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import RunError, one_line, require_package
-from draftsmith.core.launcher import check_process_count, launcher_request, process_group_options
+from draftsmith.core.launcher import (
+    agree_on,
+    check_process_count,
+    launcher_request,
+    process_group_options,
+    wait_for_all,
+)
 from draftsmith.core.signals import interruptible
 from draftsmith.train.config import TrainConfig
 
@@ -69,7 +75,9 @@ class World:
 
 
 def make_world(config: TrainConfig) -> World:
-    """Connect the launched processes; RunError if the launcher asks for what would be ignored."""
+    """Connect the launched processes. Raise RunError if the launcher asks for what we ignore,
+    InputError if the processes do not have the same options.
+    """
     device = resolve_device(config.device)
     on_cpu = device.type == "cpu"
     if device.type == "cuda":
@@ -83,6 +91,7 @@ def make_world(config: TrainConfig) -> World:
         require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
     _check_launcher(sharing, bf16)
     group = process_group_options(on_cpu)
+    wait_for_all()
     if on_cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     try:
@@ -98,6 +107,7 @@ def make_world(config: TrainConfig) -> World:
     except ValueError as error:
         raise RunError(f"accelerate could not connect the processes: {one_line(error)}") from None
     check_process_count(accelerator.num_processes)
+    agree_on(config)
     if zero:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

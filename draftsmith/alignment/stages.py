@@ -60,7 +60,7 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
     command = command or command_line("align", config)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    join_processes(config.device)
+    join_processes(config.device, config)
     with Run(out) as run:
         run.begin()
         config, stages = from_main(lambda: _settle(_started(config, run), out, command))

@@ -390,8 +390,9 @@ def run(name: str, argv: list[str]) -> None:
     """Run the command `name`: print its lines, and with `--json` its summary as the last line."""
     from draftsmith.cli.named_inputs import check_named
     from draftsmith.core.command_line import asks_all, parse, underscored
-    from draftsmith.core.ranks import is_main, require_single_process
+    from draftsmith.core.ranks import check_launcher, is_main, require_single_process
 
+    check_launcher()
     config: Any
     command = COMMANDS[name]
     if command.alone is not None:

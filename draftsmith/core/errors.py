@@ -66,6 +66,10 @@ class InputError(DraftsmithError, ValueError):
     """
 
 
+class LauncherError(InputError):
+    """The launcher's variables are wrong, or its processes do not meet."""
+
+
 class RequirementError(DraftsmithError):
     """The run finished and misses a requirement. `unmet` has one line per missed requirement. Exit
     code 3.

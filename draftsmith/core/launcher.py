@@ -3,14 +3,25 @@
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from draftsmith.core.errors import RunError
-from draftsmith.core.ranks import launched, say
+from draftsmith.core.agreement import agree
+from draftsmith.core.errors import RunError, first_line
+from draftsmith.core.options import for_all
+from draftsmith.core.provenance import versions
+from draftsmith.core.ranks import (
+    check_launcher,
+    have_met,
+    launched,
+    launcher_error,
+    meet,
+    say,
+)
 from draftsmith.core.signals import interruptible
 
 if TYPE_CHECKING:
@@ -19,6 +30,8 @@ if TYPE_CHECKING:
 # `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the
 # stage.
 Sharing = Literal["single", "ddp", "zero", "fsdp"]
+# Seconds for all processes to meet.
+_MEET_S = 60.0
 _FSDP = "ACCELERATE_USE_FSDP"
 _HIDDEN_FSDP = "DRAFTSMITH_USE_FSDP"
 # Variables with which accelerate would compile twice, or fail.
@@ -96,18 +109,52 @@ def process_group_options(on_cpu: bool) -> dict[str, Any]:
     return {"timeout": timeout, "backend": "gloo"} if on_cpu else {"timeout": timeout}
 
 
-def join_processes(device: str) -> "PartialState":
-    """Join the process group and return its state; RunError if not all processes that were launched
-    are in it.
+def wait_for_all() -> None:
+    """Wait until all launched processes have come. Raise LauncherError, with how many came, after a
+    minute.
+    """
+    check_launcher()
+    if launched() == 1 or have_met():
+        return
+    from torch.distributed.rendezvous import rendezvous
+
+    place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    deadline = time.monotonic() + _MEET_S
+    with interruptible():
+        try:
+            timeout = timedelta(seconds=_MEET_S)
+            store, _, size = next(rendezvous("env://", timeout=timeout))
+        except (RuntimeError, ValueError) as error:
+            raise launcher_error(f"MASTER_ADDR {place}: {first_line(error)}") from None
+        came = store.add("draftsmith/came", 1)
+        while came < size:
+            if time.monotonic() > deadline:
+                raise launcher_error(f"{came} of {size} processes came to {place} in a minute")
+            time.sleep(0.05)
+            came = store.add("draftsmith/came", 0)
+    meet(store)
+
+
+def agree_on(config: object) -> None:
+    """Raise InputError if the processes have other options, versions or ways to share weights."""
+    if launched() > 1:
+        agree({"config": for_all(config), "versions": versions(), "sharing": launcher_request()})
+
+
+def join_processes(device: str, config: object) -> "PartialState":
+    """Join the process group and return its state. Raise RunError if not all processes that were
+    launched are in it, InputError if they do not have the same options.
     """
     from accelerate import PartialState
 
     from draftsmith.core.devices import resolve_device
 
+    wait_for_all()
     on_cpu = resolve_device(device).type == "cpu"
     with interruptible():
         state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
     check_process_count(state.num_processes)
+    agree_on(config)
     return state
 
 
@@ -128,7 +175,8 @@ def check_process_count(count: int) -> None:
     has_address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     only_one = has_address and "WORLD_SIZE" not in os.environ
     if only_one or count != launched():
+        instead = " in place of --cpu" if _true("ACCELERATE_USE_CPU") else ""
         raise RunError(
-            f"only {count} of the launched processes connected; add --multi_gpu to `accelerate "
-            "launch` (also on CPUs)"
+            f"only {count} of the launched processes connected; give `accelerate launch` "
+            f"--multi_gpu{instead} (also on CPUs)"
         )

@@ -81,6 +81,7 @@ def _fields(config: type) -> dict[str, FieldInfo]:
     return fields
 
 
+_OF_ONE_MACHINE = ("out", "device", "endpoint", "features")
 NotIdentity = Annotated[T, "not identity"]
 ByContent = Annotated[T, "by content"]
 Rare = Annotated[T, "rare"]
@@ -391,6 +392,16 @@ def identity(config: object) -> JsonObject:
 def known_by_content(config: object) -> JsonObject:
     """The options marked `ByContent`, as plain values without secrets."""
     return _values(config, lambda option: option.by_content)
+
+
+def for_all(config: object) -> JsonObject:
+    """The options that the processes of a run must share: all but those of one machine. Of those
+    that are known by content, whether they are given.
+    """
+    values = _values(config, lambda option: option.key not in _OF_ONE_MACHINE)
+    for key, value in known_by_content(config).items():
+        values[key] = bool(value)
+    return values
 
 
 def _values(config: object, is_chosen: Callable[[Option], bool]) -> JsonObject:

@@ -20,14 +20,15 @@ import fcntl
 import json
 import logging
 import os
-import re
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from draftsmith.core.agreement import agree, difference
 from draftsmith.core.checksums import Damaged, parse_line, sealed_line
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import (
@@ -46,14 +47,15 @@ from draftsmith.core.io import (
     writing,
 )
 from draftsmith.core.launcher import as_typed, without_fsdp_variable
-from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.ranks import check_launcher, from_each, from_main, on_main
 from draftsmith.core.signals import StopSignal, Terminated, terminable
 
 log = logging.getLogger(__name__)
 
 _RUN = "the record of a run; delete this directory, or choose another --out"
 _STEP = "a finished step"
-_HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
+# Seconds until a file server shows one node the new file of another.
+_SHOWN_S = 35.0
 
 
 class Run:
@@ -70,6 +72,7 @@ class Run:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        check_launcher()
         self.stop = self._stack.enter_context(terminable())
         self._stack.enter_context(without_fsdp_variable())
         return self
@@ -92,8 +95,10 @@ class Run:
         command: str | None = None,
     ) -> bool:
         """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
-        `hold` and `claim`.
+        `hold` and `claim`. Raise InputError if a process has another identity.
         """
+        if identity is not None:
+            agree(dict(identity))
         self._stack.enter_context(hold(self.out, file=self._file))
         if identity is not None:
             self.resumed = from_main(
@@ -210,7 +215,7 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
 
     Every process of a launch calls it, and the main one locks. The lock is the kernel's, so it ends
     with its process. If another run holds the lock, raise InputError in every process, with its
-    host and process id.
+    host and process id; likewise if a process does not see the lock, because `out` is not shared.
     """
     path = out / ".lock"
     if file:
@@ -219,7 +224,7 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     made: list[Path] = []
     is_ours = False
 
-    def lock() -> None:
+    def lock() -> bytes:
         nonlocal is_ours
         made.extend(make_dir(path.parent))
         is_new = not os.path.lexists(path)
@@ -246,13 +251,15 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
             )
         # An empty file may be another program's: it is locked, and stays as it is.
         if is_ours := is_new or bool(content):
-            me = f"process {os.getpid()} on {socket.gethostname()}"
+            content = f"process {os.getpid()} on {socket.gethostname()}".encode()
             with writing(out):
                 os.ftruncate(descriptors[0], 0)
-                os.pwrite(descriptors[0], me.encode(), 0)
+                os.pwrite(descriptors[0], content, 0)
+        return content
 
     try:
-        on_main(lock)
+        content = from_main(lock)
+        from_each(lambda: _check_shared(path, content))
         yield
     finally:
         for descriptor in descriptors:
@@ -260,6 +267,18 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
                 path.unlink(missing_ok=True)
             os.close(descriptor)
         remove_empty(made)
+
+
+def _check_shared(lock: Path, content: bytes) -> None:
+    """Raise InputError unless this process finds the lock of the main one."""
+    deadline = time.monotonic() + _SHOWN_S
+    while not lock.exists() or lock.read_bytes() != content:
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"--out: {lock.parent} lacks what rank 0 wrote there; name a directory that all "
+                "processes share"
+            )
+        time.sleep(0.1)
 
 
 def holder(out: Path) -> str | None:
@@ -327,26 +346,3 @@ def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> Js
 
 def _begun(directory: Path, records: Sequence[str]) -> Path | None:
     return next((directory / name for name in records if (directory / name).exists()), None)
-
-
-def difference(recorded: JsonObject, current: JsonObject) -> str | None:
-    """The first key (dotted) in which two identities differ, with both values; None if they
-    agree.
-    """
-    for key in sorted(recorded.keys() | current.keys()):
-        a = recorded.get(key)
-        b = current.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            inner = difference(a, b)
-            if inner is not None:
-                return f"{key}.{inner}".removeprefix("config.")
-        elif a != b:
-            if _HASH.fullmatch(str(a)) and _HASH.fullmatch(str(b)):
-                return f"{key.replace('_', ' ')} changed since"
-            return f"{key} is {_shown(a)}, now it is {_shown(b)}"
-    return None
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

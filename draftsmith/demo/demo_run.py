@@ -44,10 +44,8 @@ LARGE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layers": 12}
 
 def prepare(out: Path, short: bool, device: str) -> AlignConfig:
     """Write the prompts and a copy of the pair under `out`; return the options of `align`."""
-    join_processes(device)
-    on_main(lambda: _write(out))
     prompts = {domain: f"{domain}={out / 'prompts' / domain}.jsonl" for domain in corpus.DOMAINS}
-    return AlignConfig(
+    config = AlignConfig(
         **recipe(short),
         target=str(out / "pair" / "target"),
         draft=str(out / "pair" / "base"),
@@ -57,6 +55,9 @@ def prepare(out: Path, short: bool, device: str) -> AlignConfig:
         out=str(out),
         device=device,
     )
+    join_processes(device, config)
+    on_main(lambda: _write(out))
+    return config
 
 
 def recipe(short: bool) -> JsonObject:
