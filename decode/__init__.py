@@ -33,6 +33,7 @@ from draftsmith.decode.verify import (
     VERIFIERS as VERIFIERS,
     Verifier as Verifier,
     default_verifier as default_verifier,
+    find_verifier as find_verifier,
 )
 
 if TYPE_CHECKING:

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from draftsmith.core.devices import attention_of_any_length
 from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith.core.sampling import Sampling, generator, row_seed
+from draftsmith.core.settings import say_ignored
 from draftsmith.decode.batch_run import (
     BatchRun,
     Generation,
@@ -33,7 +36,7 @@ from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability, check_context, check_tree
 from draftsmith.decode.tree import Drawing, Tree, TreeShape
 from draftsmith.decode.tree_spec import Written, parse_tree
-from draftsmith.decode.verify import VERIFIERS, Verifier, default_verifier
+from draftsmith.decode.verify import VERIFIERS, Verifier, default_verifier, find_verifier
 
 Key = TypeVar("Key")
 # Takes the number of free places; returns at most that many prompts, each as (key, token ids,
@@ -82,6 +85,8 @@ class SpeculativeDecoder:
         fast: bool = True,
         compile: bool | str = False,  # noqa: A002 (as in torch.compile)
     ) -> None:
+        if isinstance(target, str):
+            raise ValueError(f"target: expected a loaded model, got {target!r}; load_pair loads it")
         self.target = target
         self._able = ability(target)
         self.proposer = proposer
@@ -89,6 +94,8 @@ class SpeculativeDecoder:
         self.verifier = VERIFIERS["exact"]
         self.drawing: Drawing = "deterministic"
         if proposer is not None:
+            if isinstance(proposer, type) or not hasattr(proposer, "default_tree"):
+                raise ValueError(f"proposer: expected an object of a Proposer, got {proposer!r}")
             if tree is None:
                 self.tree = proposer.default_tree()
             elif isinstance(tree, TreeShape):
@@ -99,12 +106,7 @@ class SpeculativeDecoder:
             if verifier is None:
                 draws = offered != {"deterministic"}
                 verifier = default_verifier(self.tree, draws=draws, drafts=proposer.drafts)
-            if isinstance(verifier, str):
-                if verifier not in VERIFIERS:
-                    names = ", ".join(sorted(VERIFIERS))
-                    raise ValueError(f"verifier '{verifier}': unknown; use one of {names}")
-                verifier = VERIFIERS[verifier]
-            self.verifier = verifier
+            self.verifier = find_verifier(verifier)
             proposer.check(target, self.tree)
             # The first method of drawing that the verifier prefers and the proposer has.
             usable = [drawing for drawing in self.verifier.drawings if drawing in offered]
@@ -152,9 +154,10 @@ class SpeculativeDecoder:
             generators = [generator(row_seed(seed, str(row))) for row in range(len(prompts))]
         if eos_ids is None:
             eos_ids = eos_of(self.target)
-        if not prompts:
+        self.check(prompts, max_new_tokens)
+        if not len(prompts):
             return BatchOutput([], 0.0, 0.0)
-        self._check(prompts, max_new_tokens)
+        say_ignored(str(self.target.name_or_path), self.target)
         options = Options(sampling, max_new_tokens, frozenset(eos_ids), on_tokens, stop)
         began = self._clock()
         with self._turn, self._products():
@@ -205,7 +208,7 @@ class SpeculativeDecoder:
                 if joining:
                     prompts = [prompt for _, prompt, _ in joining]
                     generators = [generator for _, _, generator in joining]
-                    self._check(prompts, max_new_tokens)
+                    self.check(prompts, max_new_tokens)
                     keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
                     runner = run.runner.fresh() if run is not None else self._new_runner()
                     if not live:
@@ -245,7 +248,10 @@ class SpeculativeDecoder:
     def _new_runner(self) -> Runner:
         return make_runner(self.target, self._able, self._limit, self._packs, self.steps)
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        """Raise ValueError for prompts that `generate` refuses."""
+        if not len(prompts):
+            return
         if self.target.training:
             raise ValueError(
                 "the target is in training mode, where dropout changes its outputs; call "
@@ -255,8 +261,14 @@ class SpeculativeDecoder:
             raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
         vocabulary = vocabulary_size(self.target)
         for row, prompt in enumerate(prompts):
+            # Neither texts, bytes nor tensors: their items are of other types.
+            kinds = set(map(type, prompt)) if isinstance(prompt, Sequence | np.ndarray) else {str}
+            integers = all(
+                issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds
+            )
             if (
-                isinstance(prompt, str | int)
+                isinstance(prompt, bytes | bytearray)
+                or not integers
                 or not len(prompt)
                 or not 0 <= min(prompt) <= max(prompt) < vocabulary
             ):

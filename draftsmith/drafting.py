@@ -7,12 +7,12 @@ from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import read_tree_file
 from draftsmith.decode import (
     PROPOSERS,
-    VERIFIERS,
     TreeShape,
     Verifier,
     Written,
     default_tree,
     default_verifier,
+    find_verifier,
     parse_tree,
     tree_spec,
 )
@@ -89,11 +89,9 @@ def choose_method(
             shape = default_tree(name, heads)
             tree = f"chain:{shape.depth}" if shape.is_chain else "its own"
         draws = PROPOSERS[name].draws
-        rule = verifier or default_verifier(shape, draws=draws, drafts=len(kinds))
-        if isinstance(rule, str):
-            if rule not in VERIFIERS:
-                raise InputError(f"verifier: {rule!r} is unknown; {nearest(rule, VERIFIERS)}")
-            rule = VERIFIERS[rule]
+        if verifier is None:
+            verifier = default_verifier(shape, draws=draws, drafts=len(kinds))
+        rule = find_verifier(verifier)
         _check_tree(name, shape, rule, len(kinds))
     except ValueError as error:
         raise InputError(str(error)) from None

@@ -14,9 +14,10 @@ from draftsmith.core.row_formats import read_turns
 from draftsmith.core.tokenization import Tokenizer, chat_template_of, encode_text
 from draftsmith.transformers_names import in_our_names
 
-# A text, token ids, or a chat: a list of {"role", "content"}.
-OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]]
+# A text, token ids, or a chat: a list of {"role", "content"}, or a dict that holds it.
+OnePrompt = str | Sequence[int] | Sequence[Mapping[str, object]] | Mapping[str, object]
 _OF_A_TURN = {"role", "from", "content", "value"}
+_BYTES = (bytes, bytearray, memoryview)
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,10 @@ class PromptEncoder:
         """Encode one prompt, or each of a list; those of a list are named by their tokens. Return
         also whether a single prompt was given, not a list.
         """
+        prompts = listed(prompts, "prompts", "texts, token ids or chats")
         if isinstance(prompts, Mapping):
             row = _row(prompts, "prompts")
             return self._with_tools(row).read(row["prompts"])
-        if isinstance(prompts, Integral):
-            raise InputError(f"prompts: expected texts, token ids or chats, got {prompts}")
         if is_one(prompts):
             return [Prompt("prompt", "default", tuple(self.encode(prompts)))], True
         repeats = Counter[str]()
@@ -51,25 +51,28 @@ class PromptEncoder:
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Return the token ids of a prompt. Token ids are returned as they are."""
-        if isinstance(prompt, Mapping):
-            row = _row(prompt, where)
+        items: Any = listed(prompt, where, "a text, token ids or a chat")
+        if isinstance(items, Mapping):
+            row = _row(items, where)
             return self._with_tools(row).encode(row["prompts"], where)
         tokenizer = self.tokenizer
         if self.chat_template is not None:
             tokenizer = copy.copy(tokenizer)
             tokenizer.chat_template = chat_template_of(self.chat_template)
-        if isinstance(prompt, str):
-            if self.raw or tokenizer.chat_template is None:
-                return encode_text(tokenizer, prompt)
-            prompt = [{"role": "user", "content": prompt}]
-        # An array or tensor of ids has `tolist`.
-        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        is_text = isinstance(items, str)
+        if is_text and not self.raw and tokenizer.chat_template is not None:
+            items = [{"role": "user", "content": items}]
         if items and isinstance(items[0], Mapping):
             chat = Chat(read_turns(items, where), self.tools)
             with at(where):
                 return encode_messages(tokenizer, chat.question())
+        for name in ("tools",) if self.raw else ("tools", "chat_template"):
+            if getattr(self, name):
+                raise InputError(f"{name}: no chat template renders {where}; leave {name} out")
+        if is_text:
+            return encode_text(tokenizer, items)
         for item in items:
-            if not isinstance(item, Integral):
+            if not _is_token(item):
                 got = type(item).__name__
                 raise InputError(f"{where}: expected a text, token ids or a chat; it holds a {got}")
         return [int(item) for item in items]
@@ -93,14 +96,32 @@ def _row(given: Mapping[str, object], where: str) -> dict[str, Any]:
     return in_our_names(where, dict(given), ("prompts", "tools"))
 
 
+def listed(prompts: Any, where: str, expected: str) -> Any:
+    """Return an array, a tensor or a series as a list; texts, lists and dicts as they are.
+
+    Raise InputError for what else cannot hold prompts in an order, bytes among them.
+    """
+    if hasattr(prompts, "tolist") and not isinstance(prompts, memoryview):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str | Mapping):
+        return prompts
+    # Of a table, indices are names of columns.
+    table = hasattr(prompts, "columns")
+    if isinstance(prompts, _BYTES) or table or not hasattr(prompts, "__getitem__"):
+        raise InputError(f"{where}: expected {expected}, got {type(prompts).__name__}")
+    return prompts
+
+
 def is_one(prompts: Any) -> bool:
-    """Whether this is a single prompt, not a list of prompts."""
+    """Whether this is a single prompt, not a list of prompts; both as `listed` returns them."""
     if isinstance(prompts, str):
         return True
-    if shape := getattr(prompts, "shape", None):
-        return len(shape) == 1
     if len(prompts) == 0:
         return False
     first = prompts[0]
     is_turn = isinstance(first, Mapping) and bool(first.keys() & _OF_A_TURN)
-    return is_turn or isinstance(first, Integral)
+    return is_turn or _is_token(first)
+
+
+def _is_token(item: object) -> bool:
+    return isinstance(item, Integral) and not isinstance(item, bool)

@@ -4,20 +4,22 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Any, TypedDict, Unpack, overload
+from typing import Annotated, Any, Protocol, TypedDict, TypeVar, Unpack, overload
+
+from pydantic import BeforeValidator
 
 from draftsmith.config import DecodeConfig
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
-from draftsmith.core.options import AtLeast1, SamplingOptions, Seed, options
+from draftsmith.core.options import AtLeast0, AtLeast1, SamplingOptions, Seed, Text, options
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import generator, row_seed
 from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
@@ -47,14 +49,31 @@ from draftsmith.drafts.load import (
     kind_of,
     load_models,
 )
-from draftsmith.given_prompts import OnePrompt, PromptEncoder, is_one
+from draftsmith.given_prompts import OnePrompt, PromptEncoder
 from draftsmith.transformers_names import takes_their_names
 
 PathOrName = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample
 
 
-class GenerateOptions(TypedDict, total=False):
+class Listed(Protocol):
+    """An array, a tensor or a series."""
+
+    def tolist(self) -> Any:
+        """Return it as a list."""
+
+
+class TheirOptions(TypedDict, total=False):
+    """Options of transformers' `generate` that are read here under their own names."""
+
+    attention_mask: object
+    generation_config: object
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str]
+    use_cache: bool
+
+
+class GenerateOptions(TheirOptions, total=False):
     """The options of `Pair.generate`."""
 
     draft: str | Sequence[str] | None
@@ -72,22 +91,58 @@ class GenerateOptions(TypedDict, total=False):
     min_p: float | None
     max_new_tokens: int
     seed: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
+    eos_token_id: int | Sequence[int] | None
     ignore_eos: bool
     batch_size: int
     on_tokens: OnTokens | None
+
+
+def _listed(value: object) -> object:
+    alone = isinstance(value, str | int) and not isinstance(value, bool)
+    return [value] if alone else value
+
+
+T = TypeVar("T")
+_Several = Annotated[list[T], BeforeValidator(_listed)]
 
 
 @options
 class _Generate(SamplingOptions):
     """Options of `generate`, within the bounds of the command."""
 
-    max_new_tokens: AtLeast1
-    num_samples: AtLeast1
-    batch_size: AtLeast1
-    seed: Seed
-    stop: list[str]
-    ignore_eos: bool
+    draft: _Several[str] | None = None
+    proposer: Any = None
+    tree: Any = None
+    verifier: Any = None
+    datastore: Any = None
+    raw: bool = False
+    chat_template: str | None = None
+    tools: list[object] | None = None
+    do_sample: bool | None = None
+    max_new_tokens: AtLeast1 = 128
+    num_samples: AtLeast1 | None = None
+    batch_size: AtLeast1 = 8
+    seed: Seed = 0
+    stop: _Several[Text] | None = None
+    eos_token_id: _Several[AtLeast0] | None = None
+    ignore_eos: bool = False
+    on_tokens: Callable[..., object] | None = None
+
+
+# Takes what `generate` takes, which pydantic converts.
+_checked: Callable[..., _Generate] = _Generate
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one call of `generate` or `stream` decodes, and how."""
+
+    decoder: SpeculativeDecoder
+    requests: list[Request]
+    sampling: Sampling
+    options: _Generate
+    one: bool
 
 
 @dataclass(frozen=True, repr=False)
@@ -188,12 +243,23 @@ def load_pair(
     lossless). Those of transformers that mean something here, such as `device_map` and
     `torch_dtype`, are read. Raise InputError for what cannot be loaded or does not fit the target.
     """
-    if isinstance(draft, str | os.PathLike):
-        draft = [draft]
-    drafts: Mapping[str, str] | list[str] = [os.fspath(source) for source in draft or ()]
+    of_drafts: Any = () if draft is None else draft
+    if not isinstance(draft, Mapping | list | tuple | None):
+        of_drafts = [draft]
+    elif isinstance(draft, Mapping):
+        of_drafts = draft.values()
+    sources = []
+    for source in (target, *of_drafts):
+        if not isinstance(source, str | os.PathLike):
+            raise InputError(
+                f"load_pair: expected names or directories, got {type(source).__name__}; pass "
+                "models that you loaded to ds.SpeculativeDecoder"
+            )
+        sources.append(os.fspath(source))
+    drafts: Mapping[str, str] | list[str] = sources[1:]
     if isinstance(draft, Mapping):
-        drafts = {name: os.fspath(source) for name, source in draft.items()}
-    return Pair(load_models(os.fspath(target), drafts, **options), fast=fast, compile=compile)
+        drafts = dict(zip(draft, sources[1:], strict=True))
+    return Pair(load_models(sources[0], drafts, **options), fast=fast, compile=compile)
 
 
 class Pair:
@@ -237,7 +303,25 @@ class Pair:
         num_samples: int,
         **options: Unpack[GenerateOptions],
     ) -> list[Output]: ...
-    @takes_their_names()
+    @overload
+    def generate(
+        self,
+        prompts: OnePrompt | Sequence[OnePrompt],
+        *,
+        num_return_sequences: int,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Output]: ...
+    @overload
+    def generate(
+        self, *, messages: Sequence[Mapping[str, object]], **options: Unpack[GenerateOptions]
+    ) -> Output: ...
+    @overload
+    def generate(self, prompts: Listed, **options: Unpack[GenerateOptions]) -> Any: ...
+    @overload
+    def generate(
+        self, *, input_ids: Listed | Sequence[object], **options: Unpack[GenerateOptions]
+    ) -> Any: ...
+    @takes_their_names()  # type: ignore[misc]  # and so do the overloads
     def generate(
         self,
         prompts: OnePrompt | Sequence[OnePrompt],
@@ -258,7 +342,8 @@ class Pair:
         min_p: float | None = None,
         max_new_tokens: int = 128,
         seed: int = 0,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
         ignore_eos: bool = False,
         batch_size: int = 8,
         on_tokens: OnTokens | None = None,
@@ -284,51 +369,95 @@ class Pair:
         greedy. Temperature 0 is greedy; top_k 0 keeps every token.
         do_sample: False is temperature 0; True is temperature 1 if nothing else names one.
         stop: texts; an output ends after the token that completes one.
+        eos_token_id: tokens that end an output; default the target's own. ignore_eos: none does.
         batch_size: prompts decoded together.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
         """
-        if do_sample is False and temperature:
-            raise InputError(f"do_sample: False goes with temperature 0, not {temperature}")
-        options = _Generate(
-            temperature=0.0 if do_sample is False else temperature,
+        options = _checked(
+            draft=draft,
+            proposer=proposer,
+            tree=tree,
+            verifier=verifier,
+            datastore=datastore,
+            raw=raw,
+            chat_template=chat_template,
+            tools=tools,
+            num_samples=num_samples,
+            do_sample=do_sample,
+            temperature=temperature,
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
             max_new_tokens=max_new_tokens,
-            num_samples=1 if num_samples is None else num_samples,
-            batch_size=batch_size,
             seed=seed,
-            stop=[stop] if isinstance(stop, str) else list(stop),
+            stop=stop,
+            eos_token_id=eos_token_id,
             ignore_eos=ignore_eos,
+            batch_size=batch_size,
+            on_tokens=on_tokens,
         )
-        decoder = self.decoding(
-            draft=draft, proposer=proposer, tree=tree, verifier=verifier, datastore=datastore
-        ).decoder
-        sampling = resolve_sampling(
-            self.target_name,
-            self.target,
-            sampling_options(options),
-            default_temperature=1.0 if do_sample else 0.0,
-        ).sampling
-        encoder = PromptEncoder(self.tokenizer, raw, chat_template, tools)
-        encoded, one = encoder.read(prompts)
-        requests = list(product(encoded, range(options.num_samples)))
-        batches = self.decode(decoder, requests, sampling, options, on_tokens)
+        job = self._job(prompts, options)
+        batches = self.decode(job.decoder, job.requests, job.sampling, options, on_tokens)
         outputs = list(chain.from_iterable(batches))
-        return outputs[0] if one and num_samples is None else outputs
+        return outputs[0] if job.one and num_samples is None else outputs
 
-    def stream(self, prompt: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
+    @overload
+    def stream(
+        self, prompts: OnePrompt | Listed, **options: Unpack[GenerateOptions]
+    ) -> Iterator[Piece]: ...
+    @overload
+    def stream(
+        self, *, messages: Sequence[Mapping[str, object]], **options: Unpack[GenerateOptions]
+    ) -> Iterator[Piece]: ...
+    @takes_their_names(generate)  # type: ignore[misc]  # as above
+    def stream(self, prompts: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Continue one prompt as `generate` does; yield its text piece by piece.
 
         for piece in pair.stream("Return the"): print(piece, end="")
 
         Raise InputError for several prompts or outputs, and for `on_tokens`.
         """
-        for name in ("on_tokens", "num_samples", "num_return_sequences"):
-            if name in options:
-                raise InputError(f"{name}: stream yields the text of one output; use generate")
-        if not isinstance(prompt, Mapping) and not is_one(prompt):
-            raise InputError("prompt: stream takes one prompt; use generate for a list")
+        checked = _checked(**options)
+        job = self._job(prompts, checked)
+        if len(job.requests) != 1 or checked.on_tokens is not None:
+            raise InputError(
+                "prompts, num_samples, on_tokens: stream yields the text of one output; "
+                "use generate"
+            )
+        return self._pieces(job)
+
+    def _job(self, prompts: Any, options: "_Generate") -> _Job:
+        """Return what to decode. Raise InputError for whatever is wrong with it."""
+        given = sampling_options(options)
+        if options.do_sample is False:
+            if options.temperature:
+                raise InputError(
+                    f"do_sample: False goes with temperature 0, not {options.temperature:g}"
+                )
+            given["temperature"] = 0.0
+        decoder = self.decoding(
+            draft=options.draft,
+            proposer=options.proposer,
+            tree=options.tree,
+            verifier=options.verifier,
+            datastore=options.datastore,
+        ).decoder
+        sampling = resolve_sampling(
+            self.target_name,
+            self.target,
+            given,
+            default_temperature=1.0 if options.do_sample else 0.0,
+        ).sampling
+        encoder = PromptEncoder(self.tokenizer, options.raw, options.chat_template, options.tools)
+        encoded, one = encoder.read(prompts)
+        try:
+            decoder.check([prompt.ids for prompt in encoded], options.max_new_tokens)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+        requests = list(product(encoded, range(options.num_samples or 1)))
+        return _Job(decoder, requests, sampling, options, one)
+
+    def _pieces(self, job: _Job) -> Iterator[Piece]:
         pieces: SimpleQueue[Piece | BaseException | None] = SimpleQueue()
         text = Detokenizer(self.tokenizer)
         abandoned = Event()
@@ -341,7 +470,7 @@ class Pair:
 
         def decode() -> None:
             try:
-                self.generate(prompt, **options | {"on_tokens": put})
+                list(self.decode(job.decoder, job.requests, job.sampling, job.options, put))
                 pieces.put(text.rest())
                 pieces.put(None)
             except BaseException as error:
@@ -417,6 +546,8 @@ class Pair:
     ) -> Decoding:
         if method is None:
             return Decoding(self._decoder())
+        if not isinstance(datastore, str | SuffixIndex | None):
+            raise InputError(f"datastore: expected a file or a SuffixIndex, got {datastore!r}")
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
         kind = PROPOSERS[method.proposer]
@@ -441,6 +572,9 @@ class Pair:
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
         """Decode requests batch by batch; yield the outputs of each batch in order."""
+        ends = eos_ids(self.target)
+        if isinstance(options, _Generate) and options.eos_token_id is not None:
+            ends = tuple(options.eos_token_id)
         for start in range(0, len(requests), options.batch_size):
             rows = requests[start : start + options.batch_size]
             seeds = [row_seed(options.seed, f"{prompt.id}/{sample}") for prompt, sample in rows]
@@ -450,7 +584,7 @@ class Pair:
                     sampling,
                     options.max_new_tokens,
                     generators=[generator(row) for row in seeds],
-                    eos_ids=() if options.ignore_eos else eos_ids(self.target),
+                    eos_ids=() if options.ignore_eos else ends,
                     on_tokens=on_tokens,
                     stop=StopStrings(self.tokenizer, options.stop) if options.stop else None,
                 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, assert_type, cast
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig
@@ -21,6 +22,7 @@ from draftsmith.core.models import load_model
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode import VERIFIERS, DraftModelProposer, Tree
+from draftsmith.detokenizer import Piece
 from draftsmith.pair import Pair
 from tests.distilled import write_rows
 from tests.door import Door
@@ -98,6 +100,21 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
     assert_type(pair.generate(["a", "b"], max_new_tokens=2, tree="kary:3,2"), list[ds.Output])
     assert_type(pair.generate("a", max_new_tokens=2, num_samples=2), list[ds.Output])
     assert_type(ds.TrainConfig(out="o", data=["d"], draft="d").optim.clip_norm, float)
+    chat = [{"role": "user", "content": "a"}]
+    template = "{{ messages[0].content }}"
+    of_chat = pair.generate(messages=chat, chat_template=template, max_new_tokens=2)
+    assert_type(of_chat, ds.Output)
+    assert_type(
+        pair.generate({"messages": chat}, chat_template=template, max_new_tokens=2), ds.Output
+    )
+    several = pair.generate("a", num_return_sequences=2, do_sample=True, max_new_tokens=2)
+    assert_type(several, list[ds.Output])
+    pair.generate("a", stop_strings=["b"], eos_token_id=[1], max_new_tokens=2)
+    pair.generate(np.array(["a", "b"]), max_new_tokens=2)
+    ids = torch.tensor([[5, 6]])
+    pair.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=2)
+    pieces = pair.stream(messages=chat, chat_template=template, max_new_tokens=2)
+    assert_type(next(pieces), Piece)
     with pytest.raises(AttributeError):
         ds.load_pear  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(TypeError):
@@ -251,13 +268,27 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "stop": ({"stop_strings": ["e"], "pad_token_id": 0}, {"stop": ["e"]}),
     "config": (
         {"generation_config": GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=1)},
-        {"temperature": 0.5},
+        {"temperature": 0.5, "eos_token_id": [1]},
     ),
     "greedy config": ({"generation_config": {"temperature": 0.5}}, {"temperature": 0}),
     "a model's own": (
         {"generation_config": GenerationConfig.from_model_config(LlamaConfig())},
-        {"temperature": 0},
+        {"temperature": 0, "eos_token_id": 2},
     ),
+    "neutral": (
+        {
+            "num_beams": 1,
+            "repetition_penalty": 1.0,
+            "no_repeat_ngram_size": 0,
+            "length_penalty": 1.0,
+            "streamer": None,
+            "output_scores": False,
+            "assistant_model": None,
+            "use_cache": True,
+        },
+        {},
+    ),
+    "a neutral config": ({"generation_config": {"num_beams": 1, "top_h": None}}, {}),
     "config and option": (
         {"generation_config": {"do_sample": True, "max_new_tokens": 3}, "temperature": 0.5},
         {"temperature": 0.5, "max_new_tokens": 9},
@@ -303,13 +334,44 @@ def test_what_a_tokenizer_returns_is_a_prompt(pair):
     ("options", "told"),
     [
         ({"num_beams": 2}, "generate: no option 'num_beams'; leave it out"),
-        ({"streamer": None}, "generate: no option 'streamer'; use on_tokens, or Pair.stream"),
+        ({"streamer": 1}, "generate: no option 'streamer'; use on_tokens, or Pair.stream"),
+        ({"typical_p": 0.9}, "generate: no option 'typical_p'; leave it out"),
+        ({"temprature": None}, "generate: no option 'temprature'; did you mean temperature?"),
+        ({"generation_config": 5}, "generation_config: expected a GenerationConfig or a dict"),
+        ({"do_sample": "false"}, "do_sample: expected a bool, got 'false'"),
+        ({"raw": "no"}, "raw: expected a bool, got 'no'"),
+        ({"ignore_eos": "false"}, "ignore_eos: expected a bool, got 'false'"),
+        ({"chat_template": 5}, "chat_template: expected a str, got 5"),
+        ({"stop": 5}, "stop: must be a valid string, got 5"),
+        ({"stop": [""]}, "stop: "),
+        ({"eos_token_id": "</s>"}, "eos_token_id: must be a valid integer, got '</s>'"),
+        ({"verifier": 5}, "verifier: expected a name or a Verifier, got 5"),
+        ({"verifier": "nosuch"}, "verifier: 'nosuch' is unknown; use one of exact, "),
+        ({"proposer": 5}, "proposer: expected an object of a Proposer, got 5"),
+        ({"proposer": DraftModelProposer}, "proposer: expected an object of a Proposer"),
+        ({"draft": 5}, "draft: must be a valid string, got 5"),
+        ({"on_tokens": 5}, "on_tokens: must be callable, got 5"),
+        ({"datastore": 5, "proposer": "retrieval", "draft": []}, "datastore: expected a file or a"),
+        ({"tools": [{}]}, "tools: no chat template renders prompt; leave tools out"),
+        ({"chat_template": "{{1}}", "prompts": [5, 6]}, "chat_template: no chat template renders"),
+        ({"attention_mask": [[1]]}, "attention_mask: expected a 0 or 1 for each token id"),
+        ({"prompts": [5, 6], "attention_mask": [1]}, "attention_mask: expected a 0 or 1 for"),
+        ({"prompts": [5, 6, 7], "attention_mask": [1, 0, 1]}, "zeros at the ends of a row only"),
+        ({"prompts": [[5, 6]], "attention_mask": [[1, 2]]}, "attention_mask: expected a 0 or 1"),
+        ({"prompts": [5, 6], "attention_mask": 1}, "attention_mask: expected a 0 or 1 for each"),
+        ({"prompts": b"ab"}, "prompts: expected texts, token ids or chats, got bytes"),
+        ({"prompts": ["a", b"ab"]}, "prompts[1]: expected a text, token ids or a chat, got bytes"),
+        ({"prompts": [True, False]}, "prompts[0]: expected a text, token ids or a chat, got bool"),
+        ({"prompts": [5, True]}, "prompt: expected a text, token ids or a chat; it holds a bool"),
+        ({"prompts": {"a"}}, "prompts: expected texts, token ids or chats, got set"),
+        ({"prompts": None}, "prompts: expected texts, token ids or chats, got NoneType"),
+        ({"prompts": pd.DataFrame({"a": ["b"]})}, "chats, got DataFrame"),
         ({"generation_config": {"num_beams": 2}}, "generation_config: no option 'num_beams'"),
         ({"stop": "a", "stop_strings": "b"}, "stop is given twice, under two names; keep one"),
         ({"do_sample": False, "temperature": 0.5}, "do_sample: False goes with temperature 0"),
         ({"temprature": 1}, "generate: no option 'temprature'; did you mean temperature?"),
         ({"n": 2}, "generate: no option 'n'; did you mean num_samples?"),
-        ({"prompts": 5}, "prompts: expected texts, token ids or chats, got 5"),
+        ({"prompts": 5}, "prompts: expected texts, token ids or chats, got int"),
         ({"prompts": {"text": "a"}}, "prompts: a dict needs 'messages' or 'input_ids', not 'text'"),
         ({"prompts": [{"text": "a"}]}, "prompts[0]: a dict needs 'messages' or 'input_ids', not"),
         ({"prompts": ["a", {"prompt": "b"}]}, "not 'prompt'; give its text alone, without the"),
@@ -327,9 +389,48 @@ def test_options_that_mean_nothing_here_are_answered_with_ours(pair, options, to
     assert told in str(caught.value)
 
 
+def test_rows_are_read_without_what_their_mask_hides(pair):
+    """Left or right padding, by place or by name, as tensors or lists."""
+    untyped: Any = pair
+    row = pair.encode("The quick")
+    expected = pair.generate("The quick", max_new_tokens=4)
+    for ids, mask in (
+        ([0, 0, *row], [0, 0] + [1] * len(row)),
+        ([*row, 7, 7], [True] * len(row) + [False] * 2),
+    ):
+        alone = untyped.generate(ids, attention_mask=mask, max_new_tokens=4)
+        assert (alone.prompt_ids, alone.output_ids) == (row, expected.output_ids)
+        for given in (
+            {"prompts": torch.tensor([ids])},
+            {"input_ids": [ids]},
+            {"prompts": np.array([ids])},
+        ):
+            (out,) = untyped.generate(**given, attention_mask=[mask], max_new_tokens=4)
+            assert (out.prompt_ids, out.output_ids) == (row, expected.output_ids)
+
+
+def test_arrays_and_series_of_texts_are_texts(pair):
+    texts = ["The quick", "dog"]
+    expected = drawn(pair.generate(texts, max_new_tokens=4))
+    for given in (np.array(texts), np.array(texts, dtype=object), pd.Series(texts, index=[4, 7])):
+        assert drawn(pair.generate(given, max_new_tokens=4)) == expected
+    ids = pd.Series(pair.encode("dog"), index=range(5, 5 + len(pair.encode("dog"))))
+    assert drawn(pair.generate(ids, max_new_tokens=4)) == expected[1:]
+
+
 def test_names_of_transformers_load_a_pair(target_dir):
     loaded = ds.load_pair(target_dir, device_map="cpu", torch_dtype=torch.bfloat16)
     assert (loaded.target.dtype, loaded.target.device.type) == (torch.bfloat16, "cpu")
+    for source in (loaded.target, 5, loaded):
+        for names in ({"target": source}, {"target": target_dir, "draft": source}):
+            with pytest.raises(ds.InputError, match="load_pair: expected names or directories, "):
+                ds.load_pair(**cast(Any, names))
+    for option in ("fast", "trust_remote_code", "heterogeneous_vocab"):
+        with pytest.raises(ds.InputError, match=f"{option}: expected a bool, got 'no'"):
+            ds.load_pair(target_dir, **cast(Any, {option: "no"}))
+    for wrong in ({"quantize": "nf8"}, {"compile": 5}, {"tokenizer": "gpt2"}):
+        with pytest.raises(ds.InputError, match=f"^{next(iter(wrong))}: expected "):
+            ds.load_pair(target_dir, **cast(Any, wrong))
     for options, told in (
         ({"devcie": "cpu"}, "load_pair: no option 'devcie'; did you mean device?"),
         ({"device_map": {"": 0}}, "a model is on one device here; write device='cuda:0'"),
@@ -354,7 +455,41 @@ def test_a_prompt_that_is_given_twice_is_an_error(pair, name):
 )
 def test_a_stream_is_of_one_output(pair, prompt, options):
     with pytest.raises(ds.InputError, match="use generate"):
-        list(pair.stream(prompt, **options))
+        pair.stream(prompt, max_new_tokens=4, **options)
+
+
+def test_a_stream_takes_the_options_of_generate_and_says_what_is_wrong_at_the_call(pair):
+    chat = [{"role": "user", "content": "Who jumps?"}]
+    options: dict[str, Any] = {"max_new_tokens": 4, "chat_template": "{{ messages[0].content }}"}
+    expected = pair.generate("Who jumps?", **options).text
+    row = torch.tensor([pair.encode("Who jumps?", raw=True)])
+    for given in ({"messages": chat}, {"prompt": "Who jumps?"}, {"prompts": chat}):
+        assert "".join(pair.stream(**given, **options)) == expected
+    assert "".join(pair.stream(input_ids=row, max_new_tokens=4)) == "".join(
+        pair.stream("Who jumps?", max_new_tokens=4, num_return_sequences=1)
+    )
+    for wrong in ({"temperature": "hot"}, {"verifier": "nosuch"}, {"max_new_tokens": 500}):
+        with pytest.raises(ds.InputError, match=f"^({next(iter(wrong))}: |prompt of .* exceed)"):
+            pair.stream("a", **wrong)
+    with pytest.raises(TypeError, match="stream: no option 'temprature'"):
+        pair.stream("a", temprature=1)
+
+
+def test_the_penalties_of_a_models_own_config_are_said_at_both_doors(target_dir, caplog):
+    own = ds.load_pair(target_dir, device="cpu")
+    own.target.generation_config.repetition_penalty = 1.37
+    ds.SpeculativeDecoder(own.target).generate([[1, 2]], max_new_tokens=1)
+    own.generate("a", max_new_tokens=1)
+    (line,) = [text for text in caplog.messages if "repetition_penalty=1.37" in text]
+    assert line.startswith(f"{target_dir}: its generation_config.json sets")
+
+
+@pytest.mark.parametrize("prompt", ["ab", b"ab", [True, False], [1.0], [], torch.tensor([1]), [-1]])
+def test_the_decoder_itself_takes_token_ids_only(pair, prompt):
+    with pytest.raises(ValueError, match="^prompt 0: expected at least one token id, each from 0"):
+        ds.SpeculativeDecoder(pair.target).generate([prompt])
+    with pytest.raises(ValueError, match="^target: expected a loaded model, got 'x'; load_pair"):
+        ds.SpeculativeDecoder(cast(Any, "x"))
 
 
 def test_a_stop_ends_the_text(pair):

@@ -204,7 +204,7 @@ def test_parts_that_do_not_fit_are_refused():
     target, proposer = model_of("llama", 1), DraftModelProposer(model_of("llama", 2))
     for parts, message in (
         ((proposer, "kary:4,2", "speculative"), "chains only; use verifier mcsd or exact"),
-        ((proposer, "chain:2", "medusa"), "unknown; use one of block, exact, .*typical"),
+        ((proposer, "chain:2", "medusa"), "unknown; use one of exact, .*typical"),
         ((None, "chain:4", None), "proposer=None drafts nothing; leave them out"),
     ):
         with pytest.raises(ValueError, match=message):

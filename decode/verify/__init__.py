@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
+from draftsmith.core.errors import nearest
 from draftsmith.decode.tree import Drawing, TreeShape
 
 if TYPE_CHECKING:
@@ -207,6 +208,17 @@ _RULES = (
     ),
 )
 VERIFIERS: dict[str, Verifier] = {verifier.name: verifier for verifier in _RULES}
+
+
+def find_verifier(verifier: object) -> Verifier:
+    """Return the rule of a name, or the rule itself; raise ValueError for what is neither."""
+    if isinstance(verifier, Verifier):
+        return verifier
+    if not isinstance(verifier, str):
+        raise ValueError(f"verifier: expected a name or a Verifier, got {verifier!r}")
+    if verifier not in VERIFIERS:
+        raise ValueError(f"verifier: {verifier!r} is unknown; {nearest(verifier, VERIFIERS)}")
+    return VERIFIERS[verifier]
 
 
 def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) -> str:

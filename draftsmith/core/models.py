@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from safetensors import safe_open
@@ -63,6 +63,8 @@ def load_model(
     not finite.
     """
     target_device = resolve_device(device)
+    if quantize not in (None, *get_args(Quantize)):
+        raise InputError(f"quantize: expected none or nf4, got {quantize!r}")
     options: dict[str, Any] = {
         "dtype": _dtype_option(dtype, target_device),
         "trust_remote_code": trust_remote_code,

@@ -131,13 +131,7 @@ def resolve_sampling(
     other three are not looked up.
     """
     config = target.generation_config
-    ignored = ignored_keys(target)
-    if ignored:
-        keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
-        _warn_once(
-            f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
-            "`generate` follows it"
-        )
+    say_ignored(name, target)
     temperature = given.get("temperature")
     samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
     if temperature is not None:
@@ -160,13 +154,42 @@ def resolve_sampling(
         raise InputError(f"{file}{error}") from None
 
 
+def say_ignored(name: str, target: HasGenerationConfig) -> None:
+    """Warn, once a model, of what its generation config sets and decoding does not follow."""
+    ignored = ignored_keys(target)
+    if ignored:
+        keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
+        _warn_once(
+            f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
+            "`generate` follows it"
+        )
+
+
 def ignored_keys(target: HasGenerationConfig) -> dict[str, object]:
     """Return the keys of the target's generation config that change the output of `generate` and
     are ignored here.
     """
     ignored: dict[str, object] = {}
-    for key, off in read_words(__file__)["ignored"].items():
+    for key in read_words(__file__)["ignored"]:
         value = getattr(target.generation_config, key, None)
-        if value is not None and value is not False and value not in ([], {}, off):
+        if not is_off(key, value):
             ignored[key] = value
     return ignored
+
+
+def is_off(key: str, value: object) -> bool:
+    """Whether this value of an option of transformers' `generate` that is not followed here changes
+    nothing; False for other options.
+    """
+    off = off_values()
+    return key in off and (value is None or value is False or value in ([], {}, off[key]))
+
+
+@cache
+def off_values() -> dict[str, float | None]:
+    """Return the options of transformers' `generate` that are not followed here, each with the
+    value that changes nothing.
+    """
+    words = read_words(__file__)
+    values: dict[str, float | None] = words["ignored"] | words["beside"]
+    return values

@@ -103,6 +103,8 @@ def load_models(
         }
     for source in drafts.values():  # before a large target is loaded
         check_source(source.removeprefix(f"{NATIVE}:"))
+    if not isinstance(tokenizer, Tokenizer | None):
+        raise InputError(f"tokenizer: expected a loaded tokenizer, got {tokenizer!r}")
     if tokenizer is None:
         tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
     options: JsonObject = {"device": device, "trust_remote_code": trust_remote_code}
