@@ -24,11 +24,10 @@ from draftsmith.decode.propose.protocol import Proposer
 from draftsmith.decode.propose.text_proposer import TextProposer, Trie
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.tree import chain
+from draftsmith.drafts.draft_sources import JOINED, is_copying, is_joined
 from draftsmith.drafts.load import Draft, LoadedModels, kind_of
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.draft_sources import is_copying, is_joined
 from draftsmith.eval.predict import Floats, Traces
-from draftsmith.eval.schema import JOINED
 
 # Stands beyond the end of a text; -1 where nothing was copied.
 OUTSIDE = -2

@@ -26,6 +26,7 @@ from draftsmith.core.ranks import is_main, launched, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
+from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks, rows
@@ -33,7 +34,6 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import AnyDraft, loaded_drafts
 from draftsmith.eval.decoding import decoder_of
 from draftsmith.eval.diagnosis.rows import diagnosis_rows
-from draftsmith.eval.draft_sources import models_of
 from draftsmith.eval.facts import clock, model_rows
 from draftsmith.eval.loading import load
 from draftsmith.eval.measuring import Evaluation

@@ -22,9 +22,10 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.record import heldout_curve, read_record
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
-from draftsmith.eval.schema import JOINED, ModelRow, Training
+from draftsmith.eval.schema import ModelRow, Training
 
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 

@@ -6,8 +6,8 @@ from functools import cached_property
 
 from draftsmith.core.io import read_tree_file
 from draftsmith.decode import VERIFIERS, Tree, TreeShape, default_tree, parse_tree
-from draftsmith.eval.draft_sources import is_lookahead
-from draftsmith.eval.schema import JOINED, ModelRow
+from draftsmith.drafts.draft_sources import JOINED, is_lookahead
+from draftsmith.eval.schema import ModelRow
 
 OWN_TREE = "its own"
 """The tree of lookahead, which drafts no other."""

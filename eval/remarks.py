@@ -18,8 +18,9 @@ from draftsmith.core.models import parameter_count
 from draftsmith.core.prompts import Prompt, read_prompt_hashes, token_runs
 from draftsmith.core.ranks import say
 from draftsmith.decode.native import missing_kernel
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import other_targets
-from draftsmith.eval.schema import BUSY, JOINED, Conditions, ModelRow, Remark, read_of
+from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
 from draftsmith.eval.suites import Suite
 
 # Length of the token n-grams that near-duplicates share.

@@ -15,8 +15,8 @@ from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.settings import Sampling
 from draftsmith.core.suites import load_suite, suite_name
 from draftsmith.decode import VERIFIERS, default_verifier, parse_tree, tree_spec
+from draftsmith.drafts.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from draftsmith.eval.method import Method, methods_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.schema import How

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from draftsmith.core.errors import InputError
 from draftsmith.decode.propose import CHAIN
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.eval.schema import (
-    JOINED,
     KINDS,
     TARGET,
     Counts,

@@ -19,9 +19,6 @@ KINDS: tuple[SuiteKind, ...] = ("id", "ood")
 TARGET = "target"
 """Name of the target in the column `draft`, for figures of the target decoding alone."""
 
-JOINED = "prompt_lookup+"
-"""What stands before a draft, as a source and as a kind, that drafts where lookup finds nothing."""
-
 How = tuple[str, str]
 """Tree and verifier of a decoding method."""
 

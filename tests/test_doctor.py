@@ -25,9 +25,9 @@ import draftsmith as ds
 from benchmarks.lib.engines import PROGRAMS, complete, llama_server, vllm_answers, work
 from draftsmith.__main__ import main
 from draftsmith.core.models import load_model
-from draftsmith.drafts.doctor import engine_classes
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.engine_rules import PATH_TRAPS, RULES, Pair
+from draftsmith.drafts.engine_support import engine_classes
 from draftsmith.drafts.heads import HEADS, save_head
 from tests.conftest import tiny_tokenizer
 from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
@@ -201,7 +201,66 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
     }
     assert said["gemma"]["known"] and not said["new"]["known"] and not said["new"]["loads"]
     assert "Gemma3ForCausalLM has no SupportsEagle3 in vllm 0.32.0" in said["gemma"]["reason"]
+    # What no engine loads is not exported without a word.
+    for name, remarks in (("llama", 0), ("gemma", 1)):
+        words = {"draft": str(tmp_path / f"{name}-head"), "target": str(tmp_path / name)}
+        made = ds.export(**words, format="speculators", out=str(tmp_path / f"{name}-out"))
+        assert len(made["remarks"]) == remarks
+    assert made["remarks"][0].startswith("no engine loads this head (")
+    assert "Gemma3ForCausalLM has no SupportsEagle3" in made["remarks"][0]
     assert "do not say so of NewForCausalLM" in said["new"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("draft", "serving"),
+    [
+        ("prompt_lookup", {"transformers", "vllm", "sglang", "llama.cpp", "openvino"}),
+        ("lookahead", {"llama.cpp"}),
+        ("retrieval:texts.jsonl", set()),
+    ],
+)
+def test_a_method_without_weights_needs_no_hub(draft, serving, monkeypatch, capsys):
+    def asked(*_: object) -> None:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr("draftsmith.core.sources.hub_lacks", asked)
+    for target in ([], ["--target", "owner/model"]):
+        assert main(["doctor", "--draft", draft, *target, "--json"]) == 0
+        *lines, summary = capsys.readouterr().out.splitlines()
+        found = {verdict["engine"]: verdict for verdict in json.loads(summary)["verdicts"]}
+        assert {name for name in found if found[name]["serves"]} == serving
+        name = target[-1] if target else "TARGET"
+        assert all(
+            name in found[engine]["command"] for engine in serving - {"llama.cpp", "openvino"}
+        )
+    # Commands that no test of ours runs say so.
+    not_run = {name for name in serving if "# not run" in found[name]["command"]}
+    assert not_run == serving - {"transformers", "vllm"}
+    assert sum("$ " in line for line in lines) >= len(serving)
+
+
+def test_prompt_lookup_before_a_draft_is_joined_by_one_engine(monkeypatch, capsys):
+    draft = f"prompt_lookup+{PAIR / 'base'}"
+    found = verdicts(TARGET, draft)
+    assert [name for name in found if found[name]["serves"]] == ["llama.cpp"]
+    assert "--spec-type ngram-simple,draft-simple" in found["llama.cpp"]["command"]
+    assert "prompt lookup or a draft, not both" in found["vllm"]["reason"]
+    assert main(["doctor", "--draft", draft]) == 2
+    assert "target: is missing" in capsys.readouterr().err
+    assert main(["doctor", "--target", TARGET, "--draft", "promptlookup"]) == 2
+    assert "did you mean prompt_lookup?" in capsys.readouterr().err
+
+
+def test_what_export_cannot_write_is_no_refusal_of_the_engine(tmp_path, capsys):
+    sizes = SMALL | {"head_dim": 8, "num_key_value_heads": 1}
+    target: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **sizes))
+    target.save_pretrained(tmp_path)
+    assert main(["doctor", "--target", str(tmp_path), "--draft", str(tmp_path), "--json"]) == 0
+    *lines, summary = capsys.readouterr().out.splitlines()
+    (line,) = [line for line in lines if line.startswith("llama.cpp")]
+    assert "not written" in line and "refuses" not in line
+    (verdict,) = [each for each in json.loads(summary)["verdicts"] if each["by_export"]]
+    assert verdict["engine"] == "llama.cpp" and not verdict["loads"]
 
 
 def test_what_is_not_known_is_printed_so(tmp_path, capsys):
@@ -293,6 +352,11 @@ def test_printed_commands_run(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     exec(code, {})  # noqa: S102
     assert capsys.readouterr().out.startswith("Hello") and not (tmp_path / "x").exists()
+    code = shlex.split(
+        verdicts("my $(touch x) pair/target", "prompt_lookup")["transformers"]["command"]
+    )[2]
+    exec(code, {})  # noqa: S102
+    assert capsys.readouterr().out.startswith("Hello")
 
 
 @some(*VARIANTS)

@@ -13,12 +13,12 @@ from draftsmith.core.errors import InputError, RequirementError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PromptLookupProposer
+from draftsmith.drafts.draft_sources import is_copying, models_of
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import JoinedDraft, copied_tokens, copied_traces
 from draftsmith.eval.decoding import Task, answers, continuations
-from draftsmith.eval.draft_sources import is_copying, models_of
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
 from draftsmith.eval.reading import measure_alphas

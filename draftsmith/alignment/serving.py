@@ -7,11 +7,11 @@ from typing import Literal
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.io import read_tree_file
 from draftsmith.decode import parse_tree
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.decision import decide
 from draftsmith.eval.method import decode_options
 from draftsmith.eval.results import Results
-from draftsmith.eval.schema import JOINED
 
 What = Literal["draft", "lookup", "both", "none", "undecided"]
 _SENTENCES: dict[What, str] = {

@@ -12,9 +12,9 @@ from draftsmith.core.prompt_rows import NAME, parse_named
 from draftsmith.core.ranks import launched
 from draftsmith.core.settings import loading
 from draftsmith.distill.config import DistillConfig
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import draft_kind
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.schema import JOINED
 from draftsmith.train.config import DraftKind, HeadOptions, TrainConfig
 
 # Names in the evaluation: prompt lookup, and prompt lookup before the draft.

@@ -197,17 +197,20 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
     from draftsmith.drafts.doctor import DRAFT_TOKENS, examine
-    from draftsmith.eval.formats import with_interval
 
     verdicts = examine(config)
     lines = []
     pays = verdicts["pays"] is not False
     if not pays:
+        from draftsmith.eval.formats import with_interval
+
         times = with_interval(verdicts["speedup"], 2)
         best = f"by {config.plan} the best tree is {times} times as fast"
         lines.append(f"Use no draft: {best} as the target alone.")
     for verdict in verdicts["verdicts"]:
         word = "refuses it" if verdict["known"] else "not known"
+        if verdict["by_export"]:
+            word = "not written"
         if verdict["loads"]:
             word = "serves it" if verdict["serves"] else "loads it"
         lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
@@ -248,7 +251,7 @@ def _export(config: "ExportConfig", command: str) -> CommandResult:
 
 
 def _plan(config: "PlanConfig", command: str) -> CommandResult:
-    from draftsmith.eval.draft_sources import copies_first
+    from draftsmith.drafts.draft_sources import copies_first
     from draftsmith.eval.method import decode_options
     from draftsmith.eval.planning.plan import plan, plan_lines
 
@@ -415,7 +418,7 @@ def run(name: str, argv: list[str]) -> None:
     if not command.parallel:
         require_single_process(name)
     # A smoke test makes its models.
-    if not getattr(config, "smoke", False):
+    if not getattr(config, "smoke", False) and not getattr(config, "reads_nothing", False):
         check_named(config)
     outcome = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():

@@ -32,9 +32,9 @@ from draftsmith.decode.native import missing_kernel
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import choose_method, planned_without_a_draft
+from draftsmith.drafts.draft_sources import near_weightless
 from draftsmith.drafts.heads import NATIVE
 from draftsmith.drafts.load import draft_kind, other_targets
-from draftsmith.eval.draft_sources import near_weightless
 from draftsmith.pair import Decoding, Output, Pair, load_pair
 
 DRAFT_STYLE = "bold green"

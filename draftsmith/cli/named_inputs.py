@@ -6,8 +6,7 @@ from draftsmith.core.errors import at
 from draftsmith.core.io import read_words
 from draftsmith.core.prompt_rows import check_rows
 from draftsmith.core.sources import check_source
-from draftsmith.eval.draft_sources import near_weightless
-from draftsmith.eval.schema import JOINED
+from draftsmith.drafts.draft_sources import JOINED, near_weightless
 
 
 def check_named(config: object) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import check_out, read_json
 from draftsmith.core.options import Dtype, Out, RevisionOptions, options
+from draftsmith.drafts.draft_sources import check_sources, is_copying
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
@@ -48,11 +49,23 @@ class DoctorConfig(RevisionOptions):
     that serve it.
     """
 
-    target: str
-    """The target: a local directory or hub name."""
+    target: str | None = None
+    """The target: a local directory or hub name. Only a method without weights needs none."""
     draft: str
-    """The draft: a local directory or hub name of a language model or a head."""
+    """The draft: a local directory or hub name of a language model or a head; or a method without
+    weights, prompt_lookup, lookahead or prompt_lookup+MODEL.
+    """
     plan: str | None = None
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
     tokens.
     """
+
+    def __post_init__(self) -> None:
+        check_sources([self.draft])
+        if self.target is None and not self.reads_nothing:
+            raise InputError("target: is missing; name the model that the draft is for")
+
+    @property
+    def reads_nothing(self) -> bool:
+        """Whether the draft is a method without weights, of which no model is read."""
+        return is_copying(self.draft)

@@ -1,61 +1,18 @@
-"""`draftsmith doctor`: which engines load a target with a draft, by the rules of
-`draftsmith/drafts/engine_rules.py`.
+"""`draftsmith doctor`: which engines load a target with a draft, and the commands that serve it.
 
-For language models, only configs and tokenizers are read; a head is loaded with its target.
+For language models, only configs and tokenizers are read; a head is loaded with its target; of a
+method without weights nothing is read, and torch is not imported.
 """
 
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PretrainedConfig
-
-from draftsmith.core.errors import InputError
-from draftsmith.core.hub import offline_if_unreachable, why_not
 from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.options import configured
-from draftsmith.core.sources import check_source, no_model
-from draftsmith.core.tokenization import Tokenizer, find_tokenizer
-from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
-from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
-from draftsmith.drafts.engine_commands import SERVING, Serving
-from draftsmith.drafts.engine_rules import Model, Pair, first_broken
-from draftsmith.drafts.heads import NATIVE, head_kind
-from draftsmith.drafts.load import first_difference, load_source
-from draftsmith.drafts.tables import read_table
-
-DRAFT_TOKENS = 4
-
-
-@dataclass(frozen=True)
-class Support:
-    """What an engine does with a pair.
-
-    loads: it loads the pair without an error. serves: it loads, and token ids mean the same to
-    both models. known: whether that follows from its sources or a run; what is not known is not
-    said to load. exports: commands that write what the engine reads, in order, if it does not read
-    these directories.
-    """
-
-    engine: str
-    reason: str
-    loads: bool = False
-    serves: bool = False
-    known: bool = True
-    command: str | None = None
-    exports: tuple[str, ...] = ()
-
-
-@cache
-def engine_classes() -> dict[str, JsonObject]:
-    """By engine: its `version`, and lists of names of classes, or of model types, that it takes as
-    a target by its own sources. Nothing is said of a class that is not there.
-
-    `engine_classes.yaml` is printed by `tests/workers/engine_classes.py`, but for the engines whose
-    sources name them together.
-    """
-    return dict(read_table("engine_classes.yaml"))
+from draftsmith.drafts.config import DoctorConfig
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
 
 
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
@@ -63,38 +20,19 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     `pays` by the plan.
     """
     config = configured(DoctorConfig, config, options)
-    kind = head_kind(config.draft) or "draft"
     plan: JsonObject = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
     tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
-    usual = DRAFT_TOKENS
-    if kind == "draft":
-        target = _model(config.target, config.trust_remote_code, config.revision)
-        draft = _model(config.draft, config.trust_remote_code)
-        pair = Pair((target, draft))
-        at_best = _compare_tokens(target, draft)
+    if config.reads_nothing:
+        kind = config.draft.partition(":")[0]
+        verdicts = _without_weights(kind, config.target or "TARGET", tokens)
     else:
-        source = load_source(
-            config.draft, config.target, "auto", config.trust_remote_code, config.revision
-        )
-        assert source.target is not None
-        target = _named(config.target, source.target.config, source.tokenizer)
-        pair = Pair((target,), source)
-        at_best = Support("", "its layout holds this head", loads=True, serves=True)
-    if kind in BLOCK_KINDS:
-        usual = pair.head.depths
-        if not pair.head.config.causal:
-            # A non-causal block drafts other tokens when shortened; use the whole block.
-            tokens = {}
-    verdicts = []
-    for engine, kinds in SERVING.items():
-        serving = kinds.get(kind)
-        if serving is not None:
-            count = tokens.get(engine, usual)
-            verdicts.append(_support(engine, serving, config, pair, at_best, count))
-        elif "draft" in kinds:
-            verdicts.append(Support(engine, f"reads no {kind} heads"))
+        from draftsmith.drafts.engine_support import judge, read_pair
+
+        pair = read_pair(config)
+        kind = pair.kind
+        verdicts = judge(pair, config, tokens)
     return {
         "target": config.target,
         "draft": config.draft,
@@ -106,79 +44,16 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     }
 
 
-def _support(
-    engine: str,
-    serving: Serving,
-    config: DoctorConfig,
-    pair: Pair,
-    at_best: Support,
-    draft_tokens: int,
-) -> Support:
-    """What the engine does with the pair: `at_best`, if neither a rule nor its sources object."""
-    where = {engine}
-    if pair.kind != "draft":
-        # A head is judged by its layout; if the target must be exported as well, by the engine's
-        # own rules too.
-        where = {str(serving.draft_format), f"{engine} {pair.kind}"}
-        where |= {engine} if serving.target_format else set()
-    broken = first_broken(pair, where)
-    if broken is not None:
-        return Support(engine, broken)
-    classes = engine_classes().get(engine)
-    for names in (model.names for model in pair.models):
-        if classes is None or not set(names).isdisjoint(classes[serving.classes]):
-            continue
-        version = f"{engine} {classes['version']}"
-        if serving.asked is not None and not set(names).isdisjoint(classes["text"]):
-            return Support(engine, f"{names[0]} has no {serving.asked} in {version}")
-        reason = f"the sources of {version} do not say so of {names[0]}"
-        return Support(engine, reason, known=False)
-    draft = config.draft
-    if draft == NATIVE:
-        # The engine reads the layer in the target's own checkpoint.
-        serving = replace(serving, draft_format=None)
-        draft = config.target
-    exports, command = serving.commands(pair.kind, config.target, draft, draft_tokens)
-    on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
-    reason = f"{at_best.reason}; not on a CPU: {on_a_cpu}" if on_a_cpu else at_best.reason
-    return replace(at_best, engine=engine, reason=reason, command=command, exports=exports)
-
-
-def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
-    check_source(name)
-    directory = Path(name)
-    if directory.is_dir() and not (directory / "config.json").exists():
-        raise InputError(f"{name}: {no_model(directory)}")
-    try:
-        with offline_if_unreachable(name):
-            config = AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code, revision=revision or "main"
+def _without_weights(kind: str, target: str, tokens: Mapping[str, int]) -> list[Support]:
+    """How each engine drafts by a method without weights. Nothing is read."""
+    verdicts = []
+    for engine, kinds in SERVING.items():
+        if kind in kinds:
+            count = tokens.get(engine, DRAFT_TOKENS)
+            exports, command = kinds[kind].commands(kind, target, "", count)
+            verdicts.append(
+                Support(engine, "needs no draft", True, True, command=command, exports=exports)
             )
-    except Exception as error:
-        reason = why_not(name, error)
-        raise InputError(f"{name}: no model could be read from it: {reason}") from None
-    tokenizer = find_tokenizer(name, trust_remote_code, revision)
-    return _named(name, config, tokenizer)
-
-
-def _named(name: str, config: PretrainedConfig, tokenizer: Tokenizer | None) -> Model:
-    architecture = next(iter(config.architectures or ()), None)
-    return Model(name, config.get_text_config(decoder=True), tokenizer, architecture)
-
-
-def _compare_tokens(target: Model, draft: Model) -> Support:
-    """What an engine does that loads both: whether token ids mean the same to them."""
-    if target.tokenizer is not None and draft.tokenizer is not None:
-        size = min(target.size, draft.size)
-        token = first_difference(target.tokenizer, draft.tokenizer, size)
-        if token is not None:
-            differs = f"loads it without an error, but token {token} differs in the draft"
-            return Support("", f"{differs}: nothing is accepted", loads=True)
-    notes = ["its rules hold"]
-    if draft.size > target.size:
-        notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")
-    ids_D = read_draft_vocabulary(draft.name, draft.size)
-    if ids_D is not None:
-        drafts = f"it drafts all {draft.size} tokens"
-        notes.append(f"{drafts}, not only the {len(ids_D)} of the draft's own vocabulary")
-    return Support("", "; ".join(notes), loads=True, serves=True)
+        elif "draft" in kinds:
+            verdicts.append(Support(engine, f"its documentation names no {kind}"))
+    return verdicts

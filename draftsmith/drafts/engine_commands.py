@@ -7,6 +7,29 @@ from pathlib import Path
 
 from draftsmith.drafts.tables import read_table
 
+DRAFT_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an engine does with a pair.
+
+    loads: it loads the pair without an error. serves: it loads, and token ids mean the same to
+    both models. known: whether that follows from its sources or a run; what is not known is not
+    said to load. exports: commands that write what the engine reads, in order, if it does not read
+    these directories. by_export: `draftsmith export` cannot write the pair for it, which says
+    nothing of the engine.
+    """
+
+    engine: str
+    reason: str
+    loads: bool = False
+    serves: bool = False
+    known: bool = True
+    command: str | None = None
+    exports: tuple[str, ...] = ()
+    by_export: bool = False
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -20,6 +43,7 @@ class Serving:
     target_format: str | None = None
     classes: str = "text"
     asked: str | None = None
+    unwritten: str = ""
 
     def commands(
         self, kind: str, target: str, draft: str, tokens: int

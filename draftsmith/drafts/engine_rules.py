@@ -337,11 +337,24 @@ class Rule:
 RULES = [Rule(**row) for row in read_table("rules.yaml")]
 
 
-def first_broken(pair: Pair, where: set[str]) -> str | None:
-    """Message of the first rule of these engines and formats that a pair breaks, or None."""
+@dataclass(frozen=True)
+class Broken:
+    """Message of a broken rule. by_export: it is what `export` cannot write; an engine may load the
+    pair all the same.
+    """
+
+    message: str
+    by_export: bool
+
+
+def first_broken(pair: Pair, where: set[str]) -> Broken | None:
+    """The first rule of these engines and formats that a pair breaks, or None."""
     for rule in RULES:
-        if where.isdisjoint(rule.where) or pair.kind not in rule.kinds:
+        matched = where.intersection(rule.where)
+        if not matched or pair.kind not in rule.kinds:
             continue
         if broken := getattr(pair, rule.broken)():
-            return f"{broken}; {rule.fix}" if rule.fix else str(broken)
+            message = f"{broken}; {rule.fix}" if rule.fix else str(broken)
+            by_format = pair.kind != "draft" and bool(matched.intersection(get_args(Format)))
+            return Broken(message, by_format or "gguf-lm" in rule.where)
     return None

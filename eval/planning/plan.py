@@ -20,6 +20,7 @@ from draftsmith.core.ranks import say
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
 from draftsmith.decode.tree_spec import kary
+from draftsmith.drafts.draft_sources import check_sources, models_of
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import kind_of
@@ -27,7 +28,6 @@ from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
-from draftsmith.eval.draft_sources import check_sources, models_of
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE

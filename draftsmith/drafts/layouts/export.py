@@ -21,9 +21,10 @@ from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith.core.provenance import provenance
 from draftsmith.core.record import RECORD, read_record
 from draftsmith.core.runs import hold
-from draftsmith.drafts.config import ExportConfig
+from draftsmith.drafts.config import DoctorConfig, ExportConfig
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken, path_trap
+from draftsmith.drafts.engine_support import judge, loading, named, takers
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.store import write_tensors
 from draftsmith.drafts.layouts import gguf_file, mtp_checkpoint
@@ -68,7 +69,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         pair = Pair((Model(source.name, text_config(source.draft), source.tokenizer),))
         form = "gguf-lm" if form == "gguf" else form
     if broken := first_broken(pair, {form}):
-        raise InputError(f"--format {config.format}: {broken}")
+        raise InputError(f"--format {config.format}: {broken.message}")
     out = Path(config.out)
     hashes = read_prompt_hashes(Path(source.name))
     trained = read_record(Path(source.name))
@@ -98,6 +99,12 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
 
 def _remarks(config: ExportConfig, source: Source) -> list[str]:
     remarks = []
+    if isinstance(source.target, PreTrainedModel):
+        target = str(source.target_name)
+        model = named(target, source.target.config, source.tokenizer)
+        verdicts = judge(Pair((model,), source), DoctorConfig(target=target, draft=source.name))
+        if not loading(verdicts):
+            remarks.append(takers(verdicts, "this head"))
     if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
         remarks.append(
             f"no engine's layout can name this draft's vocabulary of {len(ids_D)} tokens: the "

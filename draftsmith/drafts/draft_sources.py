@@ -9,8 +9,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from draftsmith.core.errors import InputError
-from draftsmith.eval.schema import JOINED
 
+# Before the name of a model: prompt lookup, and the model where that finds nothing.
+JOINED = "prompt_lookup+"
 # How a source of drafts names a method without weights, unless a directory has the name.
 WEIGHTLESS = {
     "prompt_lookup": "prompt_lookup",
@@ -57,6 +58,11 @@ def check_sources(sources: Iterable[str]) -> None:
 def is_joined(source: str) -> bool:
     """Whether the source is `prompt_lookup+MODEL`: lookup, and a draft where it finds nothing."""
     return source.startswith(JOINED) and source != JOINED and not Path(source).is_dir()
+
+
+def model_of(source: str) -> str:
+    """The model that a source names, without the lookup before it."""
+    return source.removeprefix(JOINED) if is_joined(source) else source
 
 
 def copies_first(source: str) -> bool:

@@ -1,0 +1,175 @@
+"""What each engine does with a target and a draft, by the rules of
+`draftsmith/drafts/engine_rules.py`.
+
+For language models, only configs and tokenizers are read; a head is loaded with its target.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from transformers import AutoConfig, PretrainedConfig
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hub import offline_if_unreachable, why_not
+from draftsmith.core.io import JsonObject
+from draftsmith.core.sources import check_source, no_model
+from draftsmith.core.tokenization import Tokenizer, find_tokenizer
+from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
+from draftsmith.drafts.draft_sources import JOINED, is_joined, model_of
+from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Serving, Support
+from draftsmith.drafts.engine_rules import Model, Pair, first_broken
+from draftsmith.drafts.heads import NATIVE, head_kind
+from draftsmith.drafts.load import first_difference, load_source
+from draftsmith.drafts.tables import read_table
+
+
+@cache
+def engine_classes() -> dict[str, JsonObject]:
+    """By engine: its `version`, and lists of names of classes, or of model types, that it takes as
+    a target by its own sources. Nothing is said of a class that is not there.
+
+    `engine_classes.yaml` is printed by `tests/workers/engine_classes.py`, but for the engines whose
+    sources name them together.
+    """
+    return dict(read_table("engine_classes.yaml"))
+
+
+def read_pair(config: DoctorConfig) -> Pair:
+    """The pair that the options name."""
+    target = str(config.target)
+    draft = model_of(config.draft)
+    if head_kind(draft) is None:
+        models = _model(target, config.trust_remote_code, config.revision)
+        return Pair((models, _model(draft, config.trust_remote_code)))
+    source = load_source(draft, target, "auto", config.trust_remote_code, config.revision)
+    assert source.target is not None
+    return Pair((named(target, source.target.config, source.tokenizer),), source)
+
+
+def judge(
+    pair: Pair, config: DoctorConfig, tokens: Mapping[str, int] = MappingProxyType({})
+) -> list[Support]:
+    """What every engine does with a pair. config: names of the two, for commands. tokens: numbers
+    to draft, by engine.
+    """
+    usual = DRAFT_TOKENS
+    at_best = Support("", "its layout holds this head", loads=True, serves=True)
+    if pair.kind == "draft":
+        at_best = _compare_tokens(*pair.models)
+    if pair.kind in BLOCK_KINDS:
+        usual = pair.head.depths
+        if not pair.head.config.causal:
+            # A non-causal block drafts other tokens when shortened; use the whole block.
+            tokens = {}
+    kind = JOINED + pair.kind if is_joined(config.draft) else pair.kind
+    verdicts = []
+    for engine, kinds in SERVING.items():
+        serving = kinds.get(kind)
+        if serving is not None and serving.unwritten:
+            verdicts.append(Support(engine, serving.unwritten, by_export=True))
+        elif serving is not None:
+            count = tokens.get(engine, usual)
+            verdicts.append(_support(engine, serving, config, pair, at_best, count))
+        elif "draft" in kinds:
+            joins = "takes prompt lookup or a draft, not both"
+            reason = joins if kind != pair.kind else f"reads no {kind} heads"
+            verdicts.append(Support(engine, reason))
+    return verdicts
+
+
+def loading(verdicts: Sequence[Support]) -> list[str]:
+    """The engines that serve a pair."""
+    return [verdict.engine for verdict in verdicts if verdict.serves]
+
+
+def takers(verdicts: Sequence[Support], what: str) -> str:
+    """Say which engines take a draft; if none does, why."""
+    engines = loading(verdicts)
+    if engines:
+        return f"{what} runs in {', '.join(engines)}"
+    reasons = "; ".join(f"{each.engine}: {each.reason}" for each in verdicts)
+    return f"no engine loads {what} ({reasons}); decode it with draftsmith"
+
+
+def _support(
+    engine: str,
+    serving: Serving,
+    config: DoctorConfig,
+    pair: Pair,
+    at_best: Support,
+    draft_tokens: int,
+) -> Support:
+    """What the engine does with the pair: `at_best`, if neither a rule nor its sources object."""
+    where = {engine}
+    if pair.kind != "draft":
+        # A head is judged by its layout; if the target must be exported as well, by the engine's
+        # own rules too.
+        where = {str(serving.draft_format), f"{engine} {pair.kind}"}
+        where |= {engine} if serving.target_format else set()
+    broken = first_broken(pair, where)
+    if broken is not None:
+        return Support(engine, broken.message, by_export=broken.by_export)
+    classes = engine_classes().get(engine)
+    for names in (model.names for model in pair.models):
+        if classes is None or not set(names).isdisjoint(classes[serving.classes]):
+            continue
+        version = f"{engine} {classes['version']}"
+        if serving.asked is not None and not set(names).isdisjoint(classes["text"]):
+            return Support(engine, f"{names[0]} has no {serving.asked} in {version}")
+        reason = f"the sources of {version} do not say so of {names[0]}"
+        return Support(engine, reason, known=False)
+    target = str(config.target)
+    draft = model_of(config.draft)
+    if draft == NATIVE:
+        # The engine reads the layer in the target's own checkpoint.
+        serving = replace(serving, draft_format=None)
+        draft = target
+    exports, command = serving.commands(pair.kind, target, draft, draft_tokens)
+    on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
+    reason = f"{at_best.reason}; not on a CPU: {on_a_cpu.message}" if on_a_cpu else at_best.reason
+    return replace(at_best, engine=engine, reason=reason, command=command, exports=exports)
+
+
+def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
+    check_source(name)
+    directory = Path(name)
+    if directory.is_dir() and not (directory / "config.json").exists():
+        raise InputError(f"{name}: {no_model(directory)}")
+    try:
+        with offline_if_unreachable(name):
+            config = AutoConfig.from_pretrained(
+                name, trust_remote_code=trust_remote_code, revision=revision or "main"
+            )
+    except Exception as error:
+        reason = why_not(name, error)
+        raise InputError(f"{name}: no model could be read from it: {reason}") from None
+    tokenizer = find_tokenizer(name, trust_remote_code, revision)
+    return named(name, config, tokenizer)
+
+
+def named(name: str, config: PretrainedConfig, tokenizer: Tokenizer | None) -> Model:
+    """The parts of a model that rules read, from its config."""
+    architecture = next(iter(config.architectures or ()), None)
+    return Model(name, config.get_text_config(decoder=True), tokenizer, architecture)
+
+
+def _compare_tokens(target: Model, draft: Model) -> Support:
+    """What an engine does that loads both: whether token ids mean the same to them."""
+    if target.tokenizer is not None and draft.tokenizer is not None:
+        size = min(target.size, draft.size)
+        token = first_difference(target.tokenizer, draft.tokenizer, size)
+        if token is not None:
+            differs = f"loads it without an error, but token {token} differs in the draft"
+            return Support("", f"{differs}: nothing is accepted", loads=True)
+    notes = ["its rules hold"]
+    if draft.size > target.size:
+        notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")
+    ids_D = read_draft_vocabulary(draft.name, draft.size)
+    if ids_D is not None:
+        drafts = f"it drafts all {draft.size} tokens"
+        notes.append(f"{drafts}, not only the {len(ids_D)} of the draft's own vocabulary")
+    return Support("", "; ".join(notes), loads=True, serves=True)
