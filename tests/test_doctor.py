@@ -203,8 +203,12 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
     assert "Gemma3ForCausalLM has no SupportsEagle3 in vllm 0.32.0" in said["gemma"]["reason"]
     # What no engine loads is not exported without a word.
     for name, remarks in (("llama", 0), ("gemma", 1)):
-        words = {"draft": str(tmp_path / f"{name}-head"), "target": str(tmp_path / name)}
-        made = ds.export(**words, format="speculators", out=str(tmp_path / f"{name}-out"))
+        made = ds.export(
+            draft=str(tmp_path / f"{name}-head"),
+            target=str(tmp_path / name),
+            format="speculators",
+            out=str(tmp_path / f"{name}-out"),
+        )
         assert len(made["remarks"]) == remarks
     assert made["remarks"][0].startswith("no engine loads this head (")
     assert "Gemma3ForCausalLM has no SupportsEagle3" in made["remarks"][0]

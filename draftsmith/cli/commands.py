@@ -196,7 +196,8 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 
 def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
-    from draftsmith.drafts.doctor import DRAFT_TOKENS, examine
+    from draftsmith.drafts.doctor import examine
+    from draftsmith.drafts.engine_commands import DRAFT_TOKENS
 
     verdicts = examine(config)
     lines = []
