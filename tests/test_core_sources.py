@@ -150,6 +150,7 @@ def only(name: str | None) -> Callable[[Path], None]:
     return change
 
 
+ADAPTER = ("adapter_config.json", "adapter_model.bin")
 BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
     (
@@ -157,8 +158,8 @@ BOTH: list[tuple[Callable[[Path], Any], str]] = [
         r"/generation_config\.json:1: not valid",
     ),
     (
-        lambda d: (d / "adapter_config.json").write_text("{}"),
-        r": holds a LoRA adapter; merge it into its base model",
+        lambda d: [(d / name).write_text("{}") for name in ADAPTER],
+        r": holds a model and a LoRA adapter, which peft would add to it; move adapter_\* away",
     ),
     (only(None), r": holds no model \(it is empty\); a model has config\.json, "),
     (only("config.json"), r": holds no model \(no weights, only config\.json\); a model has "),
@@ -191,6 +192,17 @@ def refusal(load: Callable[[str], Any], name: str) -> str:
 def test_a_directory_that_cannot_be_loaded(copy, load, change, message):
     change(copy)
     assert re.search(message, refusal(load, str(copy)))
+
+
+def test_an_adapter_is_told_apart_from_what_was_merged(copy):
+    (copy / "adapter_config.json").write_text("{}")
+    # A merge leaves the config behind.
+    assert load_on_cpu(str(copy)).num_parameters()
+    (copy / "model.safetensors").rename(copy / "adapter_model.safetensors")
+    for load in (load_on_cpu, load_tokenizer):
+        line = refusal(load, str(copy))
+        assert "holds a LoRA adapter; merge it into its base model: python -c" in line
+        assert f"from_pretrained('{copy}').merge_and_unload()" in line
 
 
 @pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made"])

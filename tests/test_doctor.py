@@ -511,3 +511,8 @@ def test_every_rule_of_the_table_is_a_method_of_a_pair():
     for rule in RULES:
         assert callable(getattr(Pair, rule.broken)), rule.broken
         assert rule.where and rule.kinds
+
+
+def test_the_target_as_its_own_draft_is_named(target_dir):
+    reasons = [verdict["reason"] for verdict in verdicts(target_dir, target_dir).values()]
+    assert sum("is the target itself, so drafting with it cannot pay" in each for each in reasons)

@@ -26,11 +26,16 @@ def test_a_pair_by_name_by_source_and_with_the_same_draft_twice(target_dir, draf
 def test_a_draft_larger_than_its_target_is_remarked_once(target_dir, draft_dir, tmp_path, caplog):
     # A copy, because a test before this one may have loaded the same pair in this process.
     larger = str(shutil.copytree(target_dir, tmp_path / "larger"))
+    draft_dir = str(shutil.copytree(draft_dir, tmp_path / "draft"))
     for _ in range(2):
         load_models(draft_dir, [larger, draft_dir], device="cpu")
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        f"{larger}: reads more than the target"
+        f"{larger}: reads more than the target",
+        f"{draft_dir}: is the target itself; drafting with it cannot pay",
     ]
+    same = str(shutil.copytree(draft_dir, tmp_path / "same"))
+    load_models(draft_dir, [same], device="cpu")
+    assert caplog.records[-1].getMessage().startswith(f"{same}: reads as much as the target")
 
 
 def test_what_does_not_belong_together_is_refused_by_name(

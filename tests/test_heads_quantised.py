@@ -118,3 +118,43 @@ def test_a_language_model_of_eight_bits_without_scales_is_refused(dtype, method,
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match=f"'{name}' is .*no scales.*{method or 'none'}"):
         load_model(str(tmp_path), device="cpu")
+
+
+def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, one scale for each group in fp32, and the values that they stand for."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    parts = weight.unflatten(-1, (-1, group))
+    scales = torch.exp2((parts.abs().amax(-1) / 6).log2().ceil())
+    scaled = parts / scales[..., None]
+    codes = (scaled.abs()[..., None] - table).abs().argmin(-1)
+    values = (table[codes] * scaled.sign() * scales[..., None]).flatten(-2)
+    codes = (codes + 8 * (scaled < 0)).flatten(-2).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4, scales, values
+
+
+@pytest.mark.parametrize("by", ["modelopt", "compressed-tensors", "MXFP4"])
+def test_four_bits_are_read(by, target, tmp_path):
+    """Both ways in which NVFP4 is published, and MXFP4."""
+    save_head(stirred(Eagle3Head.fresh(target), 0.02), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = dict(tensors)
+    for name, weight in list(tensors.items()):
+        if weight.dim() < 2 or "proj" not in name:
+            continue
+        codes, scales, expected[name] = four_bits(weight, 32 if by == "MXFP4" else 16)
+        assert (expected[name] - weight).abs().max() < 0.4 * weight.abs().max()
+        del tensors[name]
+        if by == "MXFP4":
+            tensors |= {f"{name}_packed": codes}
+            tensors |= {f"{name}_scale": (scales.log2() + 127).to(torch.uint8)}
+        elif by == "modelopt":
+            tensors |= {name: codes, f"{name}_scale_2": torch.tensor(2.0**-6)}
+            tensors |= {f"{name}_scale": (scales * 2**6).to(FP8)}
+        else:
+            tensors |= {f"{name}_packed": codes, f"{name}_global_scale": torch.tensor([2.0**6])}
+            tensors |= {f"{name}_scale": (scales * 2**6).to(FP8)}
+            tensors[name.replace("weight", "input_global_scale")] = torch.tensor([0.5])
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = load_head(tmp_path, target).state_dict()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], atol=0, rtol=0)

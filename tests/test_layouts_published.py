@@ -34,6 +34,7 @@ from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
 from draftsmith.drafts.layouts.table import LAYOUTS
+from draftsmith.drafts.load import load_draft
 from tests.test_drafts_heads import outputs
 from tests.tiny_models import DRAFT_VOCAB, stirred
 from tests.train_laws import tiny_family
@@ -617,3 +618,99 @@ def test_a_head_by_its_name_on_the_hub(target, draft_dir, tmp_path, monkeypatch)
     assert head_kind("owner/EAGLE3") == "eagle3" and head_kind("owner/lm") is None
     for a, b in zip(outputs(head), outputs(load_head("owner/EAGLE3", target)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def refused(directory: Path, target: PreTrainedModel) -> str:
+    with pytest.raises(InputError) as caught:
+        load_head(directory, target)
+    (line,) = str(caught.value).splitlines()
+    return line
+
+
+def test_the_layers_of_the_target_in_the_config_of_one_layer(target, tmp_path):
+    """yuhuili/EAGLE3-Vicuna1.3-13B names the 40 layers of Vicuna."""
+    head = eagle3(target)
+    values = AUTHORS | {"num_hidden_layers": 8}
+    check(write(tmp_path / "head", values, head.state_dict(), BIN), head, target)
+
+
+@pytest.mark.parametrize("declared", [1, 2, 8])
+def test_several_layers_are_refused_by_their_number(declared, target, tmp_path):
+    second = {
+        name.replace("midlayer", "layers.1"): tensor
+        for name, tensor in eagle3(target).state_dict().items()
+        if name.startswith("midlayer")
+    }
+    values = AUTHORS | {"num_hidden_layers": declared}
+    for name, head in {"eagle3": eagle3(target), "eagle": eagle(target)}.items():
+        own = AUTHORS if name == "eagle3" else LAYER_KEYS | {"architectures": ["EagleModel"]}
+        values = own | {"num_hidden_layers": declared}
+        directory = write(tmp_path / name, values, head.state_dict() | second, SAFE)
+        line = refused(directory, target)
+        assert f"the file holds 2 layers and 'num_hidden_layers' is {declared}; only" in line
+    values = AUTHORS | {"num_hidden_layers": 2}
+    line = refused(write(tmp_path / "cut", values, eagle3(target).state_dict(), BIN), target)
+    assert "'num_hidden_layers' is 2; only heads of one layer can be loaded" in line
+
+
+KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@pytest.mark.parametrize("given", [{}, {KEY: None}, {KEY: []}, {KEY: [None] * 3}, inner()])
+def test_states_that_no_config_names(given, target, tmp_path):
+    """Three are the usual ones. What else the file reads is asked for."""
+    head = eagle3(target)
+    check(write(tmp_path / "three", AUTHORS | given, head.state_dict(), SAFE), head, target)
+    five = eagle3(target, aux=(1, 2, 3, 4, 5)).state_dict()
+    line = refused(write(tmp_path / "five", AUTHORS | given, five, SAFE), target)
+    assert f"'fc.weight' reads 5 states of the target and '{KEY}' names 3" in line
+    named = AUTHORS | {KEY: [1, 2, 3, 4, 5]}
+    line = refused(write(tmp_path / "more", named, head.state_dict(), SAFE), target)
+    assert f"'fc.weight' reads 3 states of the target and '{KEY}' names 5" in line
+
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "P-EAGLE": SPECULATORS | {"speculators_model_type": "peagle"},
+    "Domino": {"architectures": ["DominoDraftModel"], "dflash_config": {}},
+    "a Domino drafter": {
+        "architectures": ["DFlashDraftModel"],
+        "dflash_config": {"projector_type": "domino"},
+    },
+    "DFlash 2": {"architectures": ["DFlash2DraftModel"], "dflash_config": {}},
+    "DFly": {"speculators_model_type": "dfly"},
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_drafters_that_nothing_here_runs_are_named(name, target, tmp_path):
+    directory = write(tmp_path / "head", FOREIGN[name], {"fc.weight": torch.ones(2, 2)}, SAFE)
+    line = refused(directory, target)
+    assert name in line and "take" in line
+    with pytest.raises(InputError, match="describes an? "):
+        head_kind(directory)
+
+
+def test_layers_of_a_block_drafter_that_no_config_names(target, tmp_path):
+    head = HEADS["dflash"].fresh(target)
+    save_head(head, tmp_path / "head")
+    file = tmp_path / "head/config.json"
+    values = json.loads(file.read_text())
+    values["dflash_config"]["target_layer_ids"] = values["dflash_config"]["target_layer_ids"][:2]
+    file.write_text(json.dumps(values))
+    line = refused(tmp_path / "head", target)
+    assert "layers of the target and 'target_layer_ids' names 2" in line
+
+
+def test_the_mtp_layer_of_gemma_4_is_a_checkpoint_of_its_own(tmp_path, monkeypatch):
+    gemma = tiny_family("llama", 1, 0.0, **SHAPE)
+    gemma.save_pretrained(tmp_path)
+    gemma.name_or_path = str(tmp_path)
+    monkeypatch.setattr(type(gemma.config), "model_type", "gemma4_text")
+    with pytest.raises(InputError, match=r"its own is an MTP drafter of Gemma 4 .* take a smaller"):
+        load_head("mtp", gemma)
+    values = {"model_type": "gemma4_assistant", "architectures": ["Gemma4AssistantForCausalLM"]}
+    directory = write(tmp_path / "assistant", values, {"a": torch.ones(1)}, SAFE)
+    # A language model to doctor, which knows the engines that run it.
+    assert head_kind(directory) is None
+    with pytest.raises(InputError, match=r"describes an MTP drafter of Gemma 4 .* take a smaller"):
+        load_draft(str(directory), gemma, device="cpu", dtype="float32")

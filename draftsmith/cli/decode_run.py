@@ -24,7 +24,6 @@ from draftsmith.core.prompts import Prompt, PromptSet, read_prompts, room_for_pr
 from draftsmith.core.ranks import say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
-from draftsmith.core.sources import check_source
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from draftsmith.decode import PROPOSERS, DecodeStats
@@ -33,7 +32,6 @@ from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import choose_method, planned_without_a_draft
 from draftsmith.drafts.draft_sources import near_weightless
-from draftsmith.drafts.heads import NATIVE
 from draftsmith.drafts.load import draft_kind, other_targets
 from draftsmith.pair import Decoding, Output, Pair, load_pair
 
@@ -105,7 +103,6 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         # Else a path that does not exist would be looked up on the hub.
         if near := near_weightless(name):
             raise InputError(f"--draft {name}: has no weights; did you mean --proposer {near}?")
-        check_source(name.removeprefix(f"{NATIVE}:"))
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree
     method = choose_method(

@@ -13,7 +13,7 @@ from time import monotonic
 from huggingface_hub import constants, get_session
 from huggingface_hub.file_download import repo_folder_name
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, is_installed
 from draftsmith.core.io import read_json
 
 # Files of a directory that a message names.
@@ -56,7 +56,7 @@ def check_source(name: str) -> None:
     elif not path.is_dir() and hub_lacks(name, "model"):
         reason = f"no such directory here, none in the hub's cache, and {UNREACHABLE}"
     elif (path / "adapter_config.json").exists():
-        reason = "holds a LoRA adapter; merge it into its base model with peft first"
+        reason = _about_adapter(path)
     elif path.is_dir() and not is_model:
         reason = _what_it_holds(path)
         if not reason and not _has(path, _WEIGHTS) and not has_tokenizer(path):
@@ -68,6 +68,26 @@ def check_source(name: str) -> None:
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
             read_json(path / file, "a model's config")
+
+
+def _about_adapter(directory: Path) -> str:
+    """Say what to do about a LoRA adapter in a directory; empty if it is only the config that a
+    merge left over.
+    """
+    is_adapter = _has(directory, ("adapter_model.*",))
+    weights = {path.name for pattern in _WEIGHTS for path in directory.glob(pattern)}
+    if any(not name.startswith("adapter_model") for name in weights):
+        if not is_adapter and not is_installed("peft"):
+            return ""
+        return "holds a model and a LoRA adapter, which peft would add to it; move adapter_* away"
+    merge = (
+        "from peft import AutoPeftModelForCausalLM as M; "
+        f"M.from_pretrained('{directory}').merge_and_unload().save_pretrained('{directory}-merged')"
+    )
+    return (
+        f'holds a LoRA adapter; merge it into its base model: python -c "{merge}", and copy its '
+        "tokenizer there"
+    )
 
 
 def _what_it_holds(directory: Path) -> str:

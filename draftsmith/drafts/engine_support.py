@@ -166,6 +166,8 @@ def _compare_tokens(target: Model, draft: Model) -> Support:
             differs = f"loads it without an error, but token {token} differs in the draft"
             return Support("", f"{differs}: nothing is accepted", loads=True)
     notes = ["its rules hold"]
+    if Path(draft.name).absolute() == Path(target.name).absolute():
+        notes.append("it is the target itself, so drafting with it cannot pay")
     if draft.size > target.size:
         notes.append(f"the {draft.size - target.size} ids that only the draft has must be padding")
     ids_D = read_draft_vocabulary(draft.name, draft.size)

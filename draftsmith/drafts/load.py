@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import JsonObject
+from draftsmith.core.hub import cached
+from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.models import (
     DTYPES,
     Quantize,
@@ -40,6 +41,7 @@ from draftsmith.drafts.draft_vocabulary import (
 from draftsmith.drafts.heads import NATIVE, Head, head_kind, load_head
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.layouts.table import foreign
 from draftsmith.drafts.vocabulary import VocabularyMap, attach, map_vocabulary, vocabulary_map
 
 Draft = PreTrainedModel | Head
@@ -102,7 +104,8 @@ def load_models(
             f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)
         }
     for source in drafts.values():  # before a large target is loaded
-        check_source(source.removeprefix(f"{NATIVE}:"))
+        if source != NATIVE:
+            check_source(source.removeprefix(f"{NATIVE}:"))
     if not isinstance(tokenizer, Tokenizer | None):
         raise InputError(f"tokenizer: expected a loaded tokenizer, got {tokenizer!r}")
     if tokenizer is None:
@@ -134,9 +137,12 @@ def load_models(
             )
         size = read_per_token(draft)
         whole = read_per_token(model)
-        if size > whole:
+        if Path(source).absolute() == Path(target).absolute():
+            _warn_once(f"{source}: is the target itself; drafting with it cannot pay")
+        elif size >= whole:
+            more = "more than" if size > whole else "as much as"
             _warn_once(
-                f"{source}: reads more than the target ({size:,} and {whole:,} parameters per "
+                f"{source}: reads {more} the target ({size:,} and {whole:,} parameters per "
                 "token); drafting cannot pay"
             )
     return LoadedModels(target, model, tokenizer, loaded)
@@ -160,6 +166,9 @@ def load_draft(
         head = load_head(name, target)
         check_finite(name, head)
         return head
+    config = cached(name, "config.json")
+    if config is not None and (what := foreign(read_json(config, "the config of a draft"))):
+        raise InputError(f"{config}: describes {what}")
     model = load_model(
         name, device=device, dtype=dtype, trust_remote_code=trust_remote_code, quantize=quantize
     )

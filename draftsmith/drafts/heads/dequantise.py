@@ -1,4 +1,4 @@
-"""Weights of 8 bits, in which others publish heads, as fp32.
+"""Weights of 8 bits and of 4 (NVFP4, MXFP4), in which others publish heads, as fp32.
 
 A value is multiplied by the scale of its tensor, its row, or its block, under the names of
 compressed-tensors and ModelOpt (`weight_scale`) and of DeepSeek (`weight_scale_inv`, which is no
@@ -17,10 +17,12 @@ from draftsmith.core.io import JsonObject
 _SCALES = ("_scale", "_scale_inv")
 _ZERO_POINT = "_zero_point"
 # Of activations and caches, which are not rounded here.
-_UNUSED = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+_UNUSED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 # Tensors of ids, not of weights.
 _IDS = ("d2t", "t2d")
 _BLOCK = 128
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+_E2M1 = torch.cat((_E2M1, -_E2M1))
 
 
 def dequantised(file: Path, tensors: Mapping[str, Tensor], config: JsonObject) -> dict[str, Tensor]:
@@ -28,6 +30,7 @@ def dequantised(file: Path, tensors: Mapping[str, Tensor], config: JsonObject) -
 
     config: its config.json, whose `quantization_config` may name the size of blocks.
     """
+    tensors = _without_four_bits(tensors)
     quantization: JsonObject = config.get("quantization_config") or {}
     blocks: Sequence[int] = quantization.get("weight_block_size") or (_BLOCK, _BLOCK)
     coded = {name for name, tensor in tensors.items() if _is_coded(name, tensor)}
@@ -51,6 +54,35 @@ def dequantised(file: Path, tensors: Mapping[str, Tensor], config: JsonObject) -
                 "scale that can be read; use the head in 16 bits, or FP8 or int8 with weight_scale"
             )
         own[name] = tensor.float() * scale
+    return own
+
+
+def _without_four_bits(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Replace weights of two E2M1 codes a byte, low one first, by their values.
+
+    NVFP4 has an FP8 scale for 16 values and one of the tensor, which ModelOpt multiplies by
+    (`weight_scale_2`) and compressed-tensors divides by (`weight_global_scale`); MXFP4 a power of
+    two for 32.
+    """
+    own = dict(tensors)
+    for name, codes in tensors.items():
+        base = name.removesuffix("_packed")
+        scale = tensors.get(f"{base}_scale")
+        if codes.dtype != torch.uint8 or scale is None or scale.dtype.itemsize != 1:
+            continue
+        group = 2 * codes.shape[-1] // scale.shape[-1]
+        if group == 32:
+            scale = torch.exp2(scale.view(torch.uint8).float() - 127)
+        elif group == 16:
+            scale = scale.view(torch.float8_e4m3fn).float()
+        else:
+            continue
+        nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+        values = _E2M1[nibbles.long()] * scale.repeat_interleave(group, dim=-1)
+        values *= own.pop(f"{base}_scale_2", torch.ones(()))
+        values /= own.pop(f"{base}_global_scale", torch.ones(()))
+        del own[name], own[f"{base}_scale"]
+        own[base] = values
     return own
 
 

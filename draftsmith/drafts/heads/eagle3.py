@@ -92,8 +92,11 @@ class Eagle3Config(LayerConfig):
             )
         layers = layout_of(target).count - 1
         states = _aux_from_json(values, layers)
+        # Some authors' files say how many the target has.
+        declared = values.get("num_hidden_layers")
+        one = {"num_hidden_layers": 1} if declared == layers else {}
         return cls.read(
-            values,
+            values | one,
             last_tap=values.get("last_tap", "raw") if layers in states else None,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
             eagle_aux_hidden_state_layer_ids=states,
@@ -105,11 +108,17 @@ class Eagle3Config(LayerConfig):
 
 def _aux_from_json(values: JsonObject, layers: int) -> tuple[int, ...]:
     """The numbers of the target's states; the paper's if config.json has none."""
-    ids = values.get(_AUX)
+    ids: Sequence[int] = [layer for layer in values.get(_AUX) or [] if layer is not None]
     if not ids:
         # SGLang names a layer by its output, which is the state that enters the next.
         outputs = (values.get("eagle_config") or {}).get(_AUX) or []
-        ids = [layer + 1 for layer in outputs] or aux_layers(layers)
+        ids = [layer + 1 for layer in outputs if layer is not None] or aux_layers(layers)
+    fused = values.get("fused_states", len(ids))
+    if fused != len(ids):
+        raise InputError(
+            f"'fc.weight' reads {fused} states of the target and '{_AUX}' names {len(ids)} (none "
+            "stands for the usual three); fetch the config.json that names them"
+        )
     if min(ids) < 0 or max(ids) > layers:
         raise InputError(
             f"'{_AUX}' is {ids} and the target has {layers} layers; use the target it was "

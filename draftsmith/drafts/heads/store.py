@@ -34,7 +34,7 @@ from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.drafts.layouts.layout import EMBEDDING, HeadFiles, Layout, renamed
 from draftsmith.drafts.layouts.mtp import find_layers
-from draftsmith.drafts.layouts.table import NATIVE_MTP, layout_of, may_be_head
+from draftsmith.drafts.layouts.table import NATIVE_MTP, foreign, layout_of, may_be_head
 
 Head = EagleHead | Eagle3Head | MtpHead | MedusaHeads | HydraHeads | BlockHead
 
@@ -64,7 +64,7 @@ def head_kind(path: str | Path) -> str | None:
     of neither.
 
     A kind that is not in `HEADS` is that of a head which cannot be loaded; `load_head` then says
-    so.
+    so. Raise InputError for a kind of draft that is known and that nothing here runs.
     """
     if _is_native(path):
         return MtpHead.kind
@@ -76,6 +76,10 @@ def head_kind(path: str | Path) -> str | None:
     if not config.is_file():
         return None
     values = read_json(config, "the config of a draft")
+    if str(values.get("model_type")).endswith("_assistant"):
+        return None
+    if what := foreign(values):
+        raise InputError(f"{config}: describes {what}")
     layout = _layout(directory, values)
     if layout is None and "speculators_model_type" in values:
         return f"speculators {values['speculators_model_type']}"
@@ -204,8 +208,11 @@ def _native_files(name: str, target: PreTrainedModel) -> _Files:
     names_of = {file: set(_load(file, names_only=True)) for file in _tensor_files(directory)}
     found = find_layers(itertools.chain.from_iterable(names_of.values()))
     if found is None:
+        family = target.config.model_type.partition("_")[0]
+        apart = foreign({"model_type": f"{family}_assistant"})
         raise InputError(
-            f"{directory}: has no MTP layer; train one with draftsmith train --kind mtp"
+            f"{directory}: has no MTP layer; "
+            + (f"its own is {apart}" if apart else "train one with draftsmith train --kind mtp")
         )
     if (count := len(found.starts)) > 1:
         _warn_once(f"{directory}: has {count} MTP layers; the first serves all depths")

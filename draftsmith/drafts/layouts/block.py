@@ -31,6 +31,14 @@ def _read_block(files: HeadFiles) -> None:
     target's.
     """
     values = files.values
+    if (fc := files.tensors.get("fc.weight")) is not None:
+        fused = fc.shape[-1] // files.lm_head_VH.shape[-1]
+        named = target_layers(values)
+        if fused != len(named):
+            raise InputError(
+                f"'fc.weight' reads {fused} layers of the target and 'target_layer_ids' names "
+                f"{len(named)}; fetch the config.json that names them"
+            )
     kinds = set(values.get("layer_types") or ())
     if len(kinds) > 1:
         raise InputError(

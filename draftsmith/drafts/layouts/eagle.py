@@ -1,5 +1,6 @@
 """Layouts of EAGLE-1/2 heads."""
 
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.drafts.layouts.layout import ExportedHead, Functions, HeadFiles, Names
 
@@ -17,8 +18,20 @@ def _is_eagle(values: JsonObject, names: Names) -> bool:
 
 
 def _read_eagle(files: HeadFiles) -> None:
+    check_one_layer(files)
     # From the tensors: the authors' code draws biases that a file lacks at random.
     files.values |= biases(files, "layers.0.") | {"bias": "fc.bias" in files.tensors}
+
+
+def check_one_layer(files: HeadFiles) -> None:
+    """Raise InputError unless the file has one layer, whatever its config.json says."""
+    count = sum(name.endswith("self_attn.q_proj.weight") for name in files.tensors)
+    if count != 1:
+        declared = files.values.get("num_hidden_layers")
+        raise InputError(
+            f"the file holds {count} layers and 'num_hidden_layers' is {declared}; only heads of "
+            "one layer can run; fetch such a head, or all files of this one"
+        )
 
 
 def biases(files: HeadFiles, prefix: str) -> dict[str, bool]:

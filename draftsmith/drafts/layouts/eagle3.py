@@ -2,7 +2,7 @@
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.layouts.eagle import authors_config, biases
+from draftsmith.drafts.layouts.eagle import authors_config, biases, check_one_layer
 from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, Functions, HeadFiles, Names
 from draftsmith.drafts.layouts.speculators import TARGET_COPIES, speculators_config
 
@@ -24,6 +24,10 @@ def _read_eagle3(files: HeadFiles) -> None:
     values = files.values
     for name in TARGET_COPIES:
         tensors.pop(name, None)
+    check_one_layer(files)
+    width = values.get("target_hidden_size") or files.lm_head_VH.shape[-1]
+    if "fc.weight" in tensors:
+        values["fused_states"] = tensors["fc.weight"].shape[-1] // width
     inner = values.get("eagle_config") or {}
     if inner.get("use_aux_hidden_state") is False:
         raise InputError(

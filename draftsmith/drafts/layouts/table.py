@@ -30,8 +30,21 @@ def layout_of(values: JsonObject, names: Names) -> Layout | None:
     return next((layout for layout in LAYOUTS.values() if layout.known(values, names)), None)
 
 
+def foreign(values: JsonObject) -> str | None:
+    """What the draft is that config.json describes, if no forward here runs it, and what to take
+    instead.
+    """
+    inner = values.get("dflash_config") or {}
+    keys = ("architectures", "speculators_model_type", "model_type", "projector_type")
+    named = " ".join(str(given.get(key)) for given in (values, inner) for key in keys).lower()
+    known = read_table("foreign.yaml").items()
+    return next((str(what) for word, what in known if word in named), None)
+
+
 def may_be_head(values: JsonObject) -> bool:
     """Whether a config.json can be that of a head, before its tensors are downloaded."""
     if values.get("num_hidden_layers") == 1 or "speculators_model_type" in values:
+        return True
+    if foreign(values):
         return True
     return any(layout.known(values, set) for layout in LAYOUTS.values())
