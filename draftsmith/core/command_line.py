@@ -69,11 +69,8 @@ def parse(
     lines: dict[str, str] = {}
     for name in typed.get("config", []):
         lines |= _read_file(name, table, values)
-    keys = [word.partition("=")[0] for word in words]
+    _refuse_two_names(words, table)
     for key in typed.keys() & table.keys():
-        # A number is often given anew at the end of a line; two names are a mistake.
-        if keys.count(f"--{key}") > 1 and table[key].metavar == "TEXT" and not table[key].many:
-            raise InputError(f"--{key}: is given twice; keep one")
         is_null = typed[key] in ("null", "~") and table[key].nullable
         put(values, key, None if is_null else typed[key])
     try:
@@ -94,6 +91,17 @@ def parse(
         if reason.key in typed:
             raise InputError(f"--{line}") from None
         raise InputError(f"{lines[reason.key]}: {line}" if reason.key in lines else line) from None
+
+
+def _refuse_two_names(words: list[str], table: Mapping[str, Option]) -> None:
+    """Raise InputError for an option given twice, unless it lists values or is a number, which
+    scripts give anew at the end of a line.
+    """
+    keys = [word.partition("=")[0] for word in words]
+    for option in table.values():
+        is_name = option.metavar == "TEXT" and not option.many
+        if is_name and keys.count(f"--{option.key}") > 1:
+            raise InputError(f"--{option.key}: is given twice; keep one")
 
 
 def asks_all(words: list[str]) -> bool:

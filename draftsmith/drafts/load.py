@@ -135,17 +135,24 @@ def load_models(
             log.warning(
                 "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
             )
-        size = read_per_token(draft)
-        whole = read_per_token(model)
-        if Path(source).absolute() == Path(target).absolute():
-            _warn_once(f"{source}: is the target itself; drafting with it cannot pay")
-        elif size >= whole:
-            more = "more than" if size > whole else "as much as"
-            _warn_once(
-                f"{source}: reads {more} the target ({size:,} and {whole:,} parameters per "
-                "token); drafting cannot pay"
-            )
+        _remark_size(source, draft, target, model)
     return LoadedModels(target, model, tokenizer, loaded)
+
+
+def _remark_size(
+    source: str, draft: PreTrainedModel, target_name: str, target: PreTrainedModel
+) -> None:
+    """Warn of a draft that is not smaller than its target."""
+    size = read_per_token(draft)
+    whole = read_per_token(target)
+    if Path(source).absolute() == Path(target_name).absolute():
+        _warn_once(f"{source}: is the target itself; drafting with it cannot pay")
+    elif size >= whole:
+        more = "more than" if size > whole else "as much as"
+        _warn_once(
+            f"{source}: reads {more} the target ({size:,} and {whole:,} parameters per token); "
+            "drafting cannot pay"
+        )
 
 
 def load_draft(
