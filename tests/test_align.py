@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import draftsmith as ds
 from draftsmith.alignment.choices import complete
@@ -21,7 +22,8 @@ from draftsmith.alignment.config import (
     OptimChoices,
     TrainChoices,
 )
-from draftsmith.alignment.facts import Facts
+from draftsmith.alignment.engines import in_words, support_of
+from draftsmith.alignment.facts import Facts, load
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
 from draftsmith.core.errors import InputError
@@ -29,6 +31,8 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.settings import ResolvedSampling, Sampling
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.directory_status import status
+from draftsmith.drafts.engine_commands import Support
+from tests.conftest import tiny_tokenizer
 from tests.distilled import write_rows
 from tests.results_made_up import timeless as timeless_results
 from tests.train_laws import close
@@ -160,7 +164,8 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     assert "prompts: 4 are held out to measure on, which shows that the road works" in err
     assert "6 steps" in before_work[-4] and before_work[-3].startswith("pays: from ")
     assert before_work[-2].startswith("expected at most: ")
-    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 6
+    assert "engines: such a draft runs in transformers, vllm" in err
+    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 7
     named = {line.split()[0] for line in chosen}
     assert {
         "heldout_prompts",
@@ -479,7 +484,18 @@ def test_choices_follow_what_is_given():
     }
     dear = chosen(**fresh, projection_share=0.2)
     assert dear.train.draft_vocab_size == 8192
-    assert chosen(**fresh, projection_share=0.05).train.draft_vocab_size is None
+    assert chosen(**fresh, projection_share=0.05).train.draft_vocab_size == 8192
+    # EAGLE-3 where an engine takes it, EAGLE-1 where one takes that alone.
+    support = {kind: [Support("any", "", serves=kind == "eagle")] for kind in ("eagle3", "eagle")}
+    alone = chosen(**fresh, support=support)
+    assert (dear.kind, alone.kind, alone.train.draft_vocab_size) == ("eagle3", "eagle", None)
+    support["eagle3"] = support["eagle"]
+    assert chosen(**fresh, support=support).kind == "eagle3"
+    # A kind by name; the rate of one whose size is not known here is left to training.
+    config = replace(config, kind="medusa")
+    named = chosen(**fresh, support=support)
+    assert train_config(named, "jsd-balanced").kind == "medusa" and named.train.optim.lr is None
+    config = replace(config, kind=None)
     large_steps = chosen(**fresh, projection_share=0.2, on_gpu=True)
     assert _rows(dear) < _rows(large_steps)
     # Small steps pay on a CPU.
@@ -499,7 +515,7 @@ def test_choices_follow_what_is_given():
         shared = chosen(processes=8, on_gpu=on_gpu).train
         assert shared.rows_per_step % (8 * shared.batch_size) == 0
     # Every draft replays what the target writes by itself: chats, if chats are served.
-    for changed in ({}, {"fresh_head": True}):
+    for changed in ({}, fresh):
         whole = chosen(**changed)
         assert (whole.policy, whole.train.replay_fraction) == ("balanced", 0.5)
         assert general_config(whole).prompts == "token:1920"
@@ -509,6 +525,48 @@ def test_choices_follow_what_is_given():
     assert (alone.train.replay_fraction, alone.distill.general_texts) == (0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
     assert greedy.eval.temperature == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kind": "lm"}, "kind: lm needs a model to start from; add --init prune, or --draft"),
+        ({"kind": "eagle", "init": "prune"}, "kind: --init prune makes a language model"),
+        ({"kind": "eagle4"}, "eagle3"),
+    ],
+)
+def test_a_kind_that_cannot_be_is_refused(given, said):
+    with pytest.raises(InputError, match=said):
+        AlignConfig(target="t", prompts="p", out="o", **given)
+
+
+def test_a_kind_beside_a_draft_is_that_of_the_draft(draft_dir):
+    config = AlignConfig(target="t", draft=draft_dir, prompts="p", out="o", kind="eagle")
+    whole, _ = complete(config, facts())
+    with pytest.raises(InputError, match=f"kind: {draft_dir} is of kind lm; leave --kind out"):
+        train_config(whole, "jsd-balanced")
+    assert train_config(replace(whole, kind="lm"), "jsd-balanced").kind == "lm"
+
+
+def test_engines_that_will_take_a_draft_are_named_before_it_is_made(tmp_path):
+    """An EAGLE-3 head of Gemma 3 runs in no engine; a pruned draft does."""
+    sizes = {"vocab_size": 290, "hidden_size": 32, "intermediate_size": 24, "head_dim": 32}
+    sizes |= {"num_hidden_layers": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    said = {}
+    for family in ("llama", "gemma3_text"):
+        target: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        target.save_pretrained(tmp_path / family)
+        tiny_tokenizer().save_pretrained(tmp_path / family)
+        config = AlignConfig(
+            target=str(tmp_path / family), out=str(tmp_path / "out"), prompts="p", device="cpu"
+        )
+        support = support_of(config, load(config))
+        assert set(support) == {"lm", "eagle3", "eagle"}
+        said[family] = in_words(support, "eagle3")
+    assert said["llama"].startswith("such a draft runs in ") and "vllm" in said["llama"]
+    assert said["gemma3_text"].startswith("no engine loads such a draft (")
+    assert "Gemma3ForCausalLM has no SupportsEagle3" in said["gemma3_text"]
+    assert "; a pruned one (--init prune) in transformers, vllm" in said["gemma3_text"]
 
 
 def test_options_of_a_stage_reach_it(draft_dir):

@@ -10,15 +10,14 @@ from typing import Any, TypeVar
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.core.errors import InputError
+from draftsmith.drafts.engine_support import loading
+from draftsmith.train.config import DraftKind
 from draftsmith.train.optimizer import usual_rate
 
 T = TypeVar("T")
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
-# A fresh head drafts a part of the vocabulary if the output projection is more than this share of
-# the target.
-_LARGE_PROJECTION = 0.1
 _DRAFT_VOCABULARY = 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
@@ -65,14 +64,14 @@ class Known:
         """Parameters of the draft, with the output projection of a fresh EAGLE-3 head."""
         facts = self.facts
         size = self.options.train.draft_vocab_size
-        if size is None or not self.large_projection:
+        if size is None or not self.fresh_eagle3:
             return facts.draft_parameters
         projection = facts.projection_share * facts.target_read
         return facts.draft_parameters + round(size / facts.vocabulary * projection)
 
     @property
-    def large_projection(self) -> bool:
-        return self.facts.fresh_head and self.facts.projection_share > _LARGE_PROJECTION
+    def fresh_eagle3(self) -> bool:
+        return self.facts.fresh_head and self.options.kind == "eagle3"
 
     @property
     def draft_size(self) -> str:
@@ -135,6 +134,16 @@ def _filled(options: Any, field: str, value: object) -> Any:
     return replace(options, **{name: value})
 
 
+def _kind(known: Known) -> DraftKind | None:
+    """EAGLE-3, or EAGLE-1 if an engine takes that alone."""
+    if not known.facts.fresh_head:
+        return None
+    taken = [kind for kind, support in known.facts.support.items() if loading(support)]
+    # A draft vocabulary is for the first of the two.
+    alone = "eagle3" not in taken and known.options.train.draft_vocab_size is None
+    return "eagle" if alone and "eagle" in taken else "eagle3"
+
+
 def _heldout(known: Known) -> int | None:
     # Never more than a fifth: the rest trains the draft. Rows that ask the same count once.
     fifth = (known.facts.different or known.facts.prompts) // 5
@@ -167,7 +176,7 @@ def _general_from(known: Known) -> str | None:
 
 def _draft_vocabulary(known: Known) -> int | None:
     size = min(_DRAFT_VOCABULARY, known.facts.vocabulary // 2)
-    return size if known.large_projection else None
+    return size if known.fresh_eagle3 else None
 
 
 def _rows_per_step(known: Known) -> int:
@@ -192,6 +201,12 @@ def _eval_every(known: Known) -> int:
     # training, also where a few steps are trained on many answers.
     affordable = round(2 * heldout / known.options.train.rows_per_step)
     return max(5, steps // 15, min(affordable, steps // 3))
+
+
+def _rate(known: Known) -> float | None:
+    if known.facts.fresh_head and known.options.kind not in ("eagle", "eagle3"):
+        return None  # training knows the size of such a head
+    return usual_rate(known.draft_parameters, taught=set(known.options.objective) != {"ce"})
 
 
 def _max_length(known: Known) -> int:
@@ -223,6 +238,7 @@ def _count(parameters: int) -> str:
 
 
 CHOICES = (
+    Choice("kind", _kind, "the first of EAGLE-3 and EAGLE-1 that an engine takes of this target"),
     Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.device}"),
     Choice("heldout_prompts", _heldout, "{known.facts.prompts} prompts, no --id"),
     Choice(
@@ -274,9 +290,7 @@ CHOICES = (
     ),
     Choice(
         "train.optim.lr",
-        lambda known: usual_rate(
-            known.draft_parameters, taught=set(known.options.objective) != {"ce"}
-        ),
+        _rate,
         "{known.draft_size}",
     ),
     Choice(

@@ -28,6 +28,7 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.core.prompt_rows import parse_named
+from draftsmith.train.config import DraftKind
 from draftsmith.train.objective import parse_objective
 
 T = TypeVar("T")
@@ -164,9 +165,10 @@ class AlignConfig(TargetOptions, RunOptions):
     owner/name[:split].
     """
     draft: ByContent[Text | None] = None
-    """The draft to start from: a language model, or a head. Without one, train a fresh head:
-    EAGLE-3 if train.draft_vocab_size is given or the vocabulary is a large part of the target, else
-    EAGLE.
+    """The draft to start from: a language model, or a head. Without one, train a fresh head."""
+    kind: Open[DraftKind] = OPEN
+    """What to train without --draft. Default: eagle3 if an engine takes such a head of this target,
+    else eagle if one takes that.
     """
     init: Literal["prune"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method prune` does."""
@@ -207,6 +209,10 @@ class AlignConfig(TargetOptions, RunOptions):
     def __post_init__(self) -> None:
         if self.init is not None and self.draft is not None:
             raise InputError("init: makes the draft that --draft would name; give one of the two")
+        if self.init is not None and self.kind not in (None, "lm"):
+            raise InputError(f"kind: --init {self.init} makes a language model, lm")
+        if self.kind == "lm" and self.init is None and self.draft is None:
+            raise InputError("kind: lm needs a model to start from; add --init prune, or --draft")
         if self.policy == "id":
             refuse_unused(self, {"plain": "every draft is trained so with --policy id"})
             if self.distill.general_texts or self.train.replay_fraction:

@@ -1,12 +1,13 @@
 """What `align` finds out before it chooses options."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.engines import support_of
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.models import (
     of_all_layers,
@@ -22,6 +23,7 @@ from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.own_prompts import user_opening
 from draftsmith.drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
+from draftsmith.drafts.engine_commands import Support
 from draftsmith.drafts.load import LoadedModels, load_models
 
 
@@ -35,7 +37,8 @@ class Facts:
     of all models, None if unknown. gpu_bytes: memory of the GPU, 0 without one. cache_bytes: of the
     target's keys and values for one token. fresh_head: whether there is no draft to start from.
     target_read: parameters of the target that a token reads. projection_share, layer_share: the
-    share of them in the output projection and in one layer.
+    share of them in the output projection and in one layer. support: by kind of draft, what each
+    engine does with it.
     """
 
     rows: str
@@ -56,6 +59,7 @@ class Facts:
     vocabulary: int = 0
     projection_share: float = 0.0
     layer_share: float = 0.0
+    support: Mapping[str, Sequence[Support]] = field(default_factory=dict)
 
 
 def load(config: AlignConfig) -> LoadedModels:
@@ -121,6 +125,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         vocabulary=vocabulary,
         projection_share=projection / read,
         layer_share=(read - projection) / text.num_hidden_layers / read,
+        support=support_of(config, models),
     )
     return facts, prompts
 

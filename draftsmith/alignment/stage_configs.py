@@ -140,9 +140,11 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
 
 def _kind(config: AlignConfig) -> DraftKind:
     if config.draft is None:
-        return "eagle3" if config.train.draft_vocab_size else "eagle"
-    kind = draft_kind(config.draft)
-    return "lm" if kind == "draft" else cast(DraftKind, kind)
+        return config.kind
+    kind = draft_kind(config.draft).replace("draft", "lm")
+    if config.kind not in (None, kind):
+        raise InputError(f"kind: {config.draft} is of kind {kind}; leave --kind out")
+    return cast(DraftKind, kind)
 
 
 def contenders(config: AlignConfig) -> list[str]:

@@ -16,6 +16,7 @@ import yaml
 
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import BEGUN_BY, AlignConfig
+from draftsmith.alignment.engines import in_words as engines_in_words
 from draftsmith.alignment.facts import Facts, load, look
 from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
@@ -146,6 +147,8 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     prompts.say_skipped()
     if facts.fresh_head:
         say(_fresh_head(whole, facts))
+    kind = next(iter(stages.training.values())).kind
+    say(f"engines: {engines_in_words(facts.support, kind)}")
     answers = whole.distill
     say(
         f"distil: {answers.num_samples} answers to each of {answers.max_prompts} prompts, at most "
@@ -175,6 +178,8 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:
     """Say which head is made, and why no language model."""
+    if config.kind not in ("eagle", "eagle3"):
+        return f"draft: a fresh {config.kind} head; --init or --draft start a language model"
     head = "EAGLE head"
     size = config.train.draft_vocab_size
     if size is not None:

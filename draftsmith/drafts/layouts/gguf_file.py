@@ -10,6 +10,7 @@ tokenizers that it could serve; here the rules are compared.
 import json
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -242,6 +243,7 @@ class Vocabulary:
     adds_space: bool
 
 
+@lru_cache(maxsize=4)
 def described(tokenizer: Tokenizer, size: int) -> Vocabulary:
     """A tokenizer in llama.cpp's terms; ids up to `size` that it lacks become unused ones.
 
