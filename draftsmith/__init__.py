@@ -17,7 +17,8 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.core import __version__
-from draftsmith.core.host import wait_briefly
+from draftsmith.core.guest import environment
+from draftsmith.core.host import brief_waiting
 
 if TYPE_CHECKING:
     from draftsmith import decoding as decoding
@@ -62,8 +63,6 @@ if TYPE_CHECKING:
     from draftsmith.train.losses import LOSSES as losses  # noqa: N811
     from draftsmith.train.training_run import train as train
 
-# Of every command and of Python programs: this package is imported before torch.
-wait_briefly()
 # What is public, beside the packages below: where each name is, within this package.
 _PUBLIC = {
     "AlignConfig": "alignment.config:AlignConfig",
@@ -113,7 +112,9 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take any na
             return importlib.import_module(f"draftsmith.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = resolve_name(f"draftsmith.{_PUBLIC[name]}")
+        # Many of them import torch.
+        with environment(**brief_waiting()):
+            value = globals()[name] = resolve_name(f"draftsmith.{_PUBLIC[name]}")
         return value
 
 

@@ -36,7 +36,7 @@ from draftsmith.core.errors import (  # noqa: E402
     one_line,
     printable,
 )
-from draftsmith.core.host import keep_freed_memory, limit_threads  # noqa: E402
+from draftsmith.core.host import brief_waiting, keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith.core.ranks import (  # noqa: E402
     failed,
     have_met,
@@ -125,6 +125,7 @@ def _prepare(words: list[str]) -> int | None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     warnings.filterwarnings("ignore", category=FutureWarning)
     if "torch" not in sys.modules:
+        os.environ |= brief_waiting()
         limit_threads()
         keep_freed_memory()
     return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 from typing import Annotated, Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from pydantic import BeforeValidator
@@ -486,7 +486,9 @@ class Pair:
                     yield piece
         finally:
             abandoned.set()
-            thread.join()
+            # The thread itself may collect a stream that was dropped.
+            if current_thread() is not thread:
+                thread.join()
 
     def encode(self, prompt: OnePrompt, *, raw: bool = False) -> list[int]:
         """Return the token ids of a prompt, as `generate` reads it."""

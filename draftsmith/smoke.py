@@ -64,13 +64,13 @@ def smoke_recipe(recipe: TrainConfig) -> TrainConfig:
     )
 
 
+@quiet()
 def _write_inputs(config: TrainConfig, inputs: Path) -> None:
     """Write models and text. A target has six layers, so that heads find those they read."""
     if inputs.parent.exists() and not (inputs / "text.jsonl").exists():
         raise InputError(
             f"{inputs.parent}: is not from an earlier --smoke; move it away or choose another `out`"
         )
-    quiet()
     draft = config.draft_config or config.draft or config.target
     sources = {"target": config.target or draft, "draft": draft}
     shapes = {role: _shape(source) for role, source in sources.items() if source}

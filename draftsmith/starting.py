@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.config import InitConfig
+from draftsmith.core.devices import generators_kept
 from draftsmith.core.errors import InputError
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, atomic_dir, check_out, checksums, write_sealed
 from draftsmith.core.models import (
     fingerprint,
@@ -53,6 +55,8 @@ _DRAWN = Sampling(temperature=1.0)
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
+@quiet()
+@generators_kept()
 def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and
     measure it.

@@ -309,9 +309,21 @@ OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
     ],
 )
 def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expected):
+    """Torch is imported with these variables. A command keeps them for the processes that it
+    starts; the package gives them back.
+    """
     program = (
         f"import os, {imports}\n"
-        f"print({{name: os.environ[name] for name in {OPENMP} if name in os.environ}})"
+        "def seen(*_):\n"
+        f"    return {{name: os.environ[name] for name in {OPENMP} if name in os.environ}}\n"
+        "before = seen()\n"
+        "if hasattr(draftsmith, '__main__'):\n"
+        "    draftsmith.__main__._prepare(['train'])\n"
+        "    print(seen())\n"
+        "else:\n"
+        "    draftsmith.resolve_name = seen\n"
+        "    print(draftsmith.load_pair)\n"
+        "    assert seen() == before\n"
     )
     clean = {name: value for name, value in os.environ.items() if name not in OPENMP}
     done = subprocess.run(

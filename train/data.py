@@ -31,9 +31,6 @@ from draftsmith.core.tokenization import Tokenizer, check_vocabulary, encode_tex
 from draftsmith.drafts.draft_vocabulary import token_counts
 from draftsmith.train.batch import pack
 
-# Its progress bars would be drawn over ours.
-datasets.disable_progress_bars()
-
 Indices = npt.NDArray[np.int64]
 Row = Mapping[str, Any]
 _FEATURES = datasets.Features(

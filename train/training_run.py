@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.devices import attention_of_any_length
+from draftsmith.core.devices import attention_of_any_length, generators_kept
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, refuse_foreign, remove_leftovers, sha256_file
@@ -109,7 +109,7 @@ def train(
             # The command line has no option for it.
             command = f"draftsmith.train in Python, with the loss {custom_objective(loss).spec}"
     atexit.unregister(leave_processes)
-    with Run(out) as run:
+    with Run(out) as run, generators_kept():
         loaded = _prepare(config, loss)
         job = loaded.job
         if not (job.run_dir / "run.json").exists():

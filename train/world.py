@@ -13,6 +13,7 @@ from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import RunError, one_line, require_package
+from draftsmith.core.guest import environment
 from draftsmith.core.launcher import (
     agree_on,
     check_process_count,
@@ -91,11 +92,10 @@ def make_world(config: TrainConfig) -> World:
         require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
     _check_launcher(sharing, bf16)
     group = process_group_options(on_cpu)
+    accelerator_of_deepspeed = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
     wait_for_all()
-    if on_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
     try:
-        with silent(zero), interruptible():
+        with silent(zero), interruptible(), environment(**accelerator_of_deepspeed):
             accelerator = Accelerator(
                 # With cpu=True accelerate would silently drop DeepSpeed and train plain copies.
                 cpu=on_cpu and not zero,

@@ -171,7 +171,9 @@ def _join(address: str | None) -> None:
             reason += "; if it wants a token, set RAY_AUTH_MODE=token"
         raise InputError(f"address: no Ray cluster at {address}: {reason}") from None
     finally:
-        signal.signal(signal.SIGTERM, handler)
+        # In another thread than the main one Ray changes nothing, and nobody can.
+        if signal.getsignal(signal.SIGTERM) is not handler:
+            signal.signal(signal.SIGTERM, handler)
 
 
 @dataclass(frozen=True)

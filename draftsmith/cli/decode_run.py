@@ -17,6 +17,7 @@ from draftsmith.config import DecodeConfig
 from draftsmith.core.devices import peak_memory
 from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError, shown
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
 from draftsmith.core.options import identity
 from draftsmith.core.progress import progress
@@ -40,6 +41,7 @@ DRAFT_STYLE = "bold green"
 Batches = Callable[[int], Iterator[list[Output]]]
 
 
+@quiet()
 def decode(config: DecodeConfig) -> CommandResult:
     """Decode; stream the text of a single output to the terminal."""
     pair, decoding = load(config)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from draftsmith.core.errors import InputError, first_line
+from draftsmith.core.guest import shared
 from draftsmith.core.settings import device_called
 
 
@@ -32,11 +33,12 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
+@shared
 @contextlib.contextmanager
 def attention_of_any_length() -> Iterator[None]:
     """Leave out cuDNN's attention, which plans its work anew for every length that it meets: 47 to
     147 ms each on an H200, where a call takes 0.05 ms. Decoding and training meet a new length in
-    nearly every step. The switch is the process's: threads that overlap may leave it off.
+    nearly every step. The switch is the process's.
     """
     was_on = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -44,6 +46,24 @@ def attention_of_any_length() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(was_on)
+
+
+@shared
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """Give torch's global generators, and the current CUDA device, back as they were."""
+    started = torch.cuda.is_initialized()
+    devices = range(torch.cuda.device_count()) if started else ()
+    current = torch.cuda.current_device() if started else 0
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        if not started:
+            # As they would start later with the caller's seed.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+        if torch.cuda.is_initialized():
+            torch.cuda.set_device(current)
 
 
 MemoryMeasure = Literal["cuda", "process_rss"]

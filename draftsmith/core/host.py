@@ -25,14 +25,15 @@ def keep_freed_memory() -> None:
         libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
-def wait_briefly() -> None:
-    """Let waiting threads spin for microseconds, then sleep, unless the user chose otherwise.
+def brief_waiting() -> dict[str, str]:
+    """Variables that let waiting threads spin for microseconds, then sleep; none if the user chose
+    otherwise.
 
     By default GNU OpenMP spins for milliseconds, on cores that other threads need. Torch reads the
-    variable once, when it is imported: do nothing after that.
+    variable once, when it is imported: none after that.
     """
-    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
-        os.environ["GOMP_SPINCOUNT"] = "2000"
+    chosen = "torch" in sys.modules or any(name in os.environ for name in _WAITING)
+    return {} if chosen else {"GOMP_SPINCOUNT": "2000"}
 
 
 def limit_threads(control_groups: Path = Path("/sys/fs/cgroup")) -> None:

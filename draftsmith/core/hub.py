@@ -7,6 +7,7 @@ nor saved.
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,26 +15,61 @@ from typing import Literal
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
+from huggingface_hub.utils.tqdm import progress_bar_states
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from draftsmith.core.errors import InputError, RunError, first_line, one_line
+from draftsmith.core.guest import environment, shared
 from draftsmith.core.ranks import from_main
 from draftsmith.core.sources import hub_is_reachable, is_hub_name
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 
 
-def quiet() -> None:
-    """Keep transformers, the hub's client and DeepSpeed from drawing bars and giving advice; their
-    errors still show.
+@shared
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers, datasets, the hub's client and DeepSpeed from drawing bars and giving
+    advice; their errors still show.
     """
-    transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity_error()
-    hub_logging.set_verbosity_error()
+    loggers = (transformers_logging, hub_logging)
+    levels = [logger.get_verbosity() for logger in loggers]
+    hub_bars = dict(progress_bar_states)
+    # `datasets` takes a second to import, and is imported before it is used.
+    imported = [sys.modules.get(f"{name}.utils.logging") for name in ("transformers", "datasets")]
+    drawn = [logger for logger in imported if logger and logger.is_progress_bar_enabled()]
+    # For a checkpoint on the hub without safetensors transformers would ask a service to convert
+    # it, in a thread.
+    variables = {"DISABLE_SAFETENSORS_CONVERSION": "1"}
     # transformers imports DeepSpeed to save a model, and DeepSpeed prints that it sees no GPU.
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        variables["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
+    with environment(**variables):
+        for logger in drawn:
+            logger.disable_progress_bar()
+        for logger in loggers:
+            logger.set_verbosity_error()
+        try:
+            yield
+        finally:
+            for logger in drawn:
+                logger.enable_progress_bar()
+            progress_bar_states.clear()
+            progress_bar_states.update(hub_bars)
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.set_verbosity(level)
+
+
+@shared
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 @contextlib.contextmanager
@@ -41,13 +77,9 @@ def offline_if_unreachable(name: str | None = None) -> Iterator[bool]:
     """Let the hub's client use its cache at once if the hub cannot be asked; yield whether it
     can. For a directory `name` it is not asked.
     """
-    before = constants.HF_HUB_OFFLINE
     reachable = (name is not None and Path(name).is_dir()) or hub_is_reachable()
-    constants.HF_HUB_OFFLINE = before or not reachable
-    try:
+    with contextlib.nullcontext() if reachable else _offline():
         yield reachable
-    finally:
-        constants.HF_HUB_OFFLINE = before
 
 
 def why_not(name: str, error: Exception) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from draftsmith.core.agreement import agree
 from draftsmith.core.errors import RunError, first_line
+from draftsmith.core.guest import shared
 from draftsmith.core.options import for_all
 from draftsmith.core.provenance import versions
 from draftsmith.core.ranks import (
@@ -78,6 +79,7 @@ def _true(variable: str) -> bool:
     return value.lower() in ("1", "true", "yes")
 
 
+@shared
 @contextmanager
 def without_fsdp_variable() -> Iterator[None]:
     """Hide the launcher's request for FSDP from transformers and accelerate, but not from

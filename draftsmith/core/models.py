@@ -5,7 +5,6 @@ memory.
 import hashlib
 import logging
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -42,6 +41,7 @@ _NOT_ARCHITECTURE = (
 )
 
 
+@quiet()
 def load_model(
     name: str,
     *,
@@ -85,10 +85,6 @@ def load_model(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=options["dtype"],
         )
-    quiet()
-    # For a checkpoint on the hub without safetensors transformers would ask a service to convert
-    # it, in a thread.
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"
     check_source(name)
     check_weights(Path(name))
     if Path(name).is_dir() and (lacks := no_model(Path(name))):

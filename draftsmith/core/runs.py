@@ -31,6 +31,7 @@ from typing import Any, Literal, Self
 from draftsmith.core.agreement import agree, difference
 from draftsmith.core.checksums import Damaged, parse_line, sealed_line
 from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import (
     JsonObject,
     atomic_dir,
@@ -75,6 +76,7 @@ class Run:
         check_launcher()
         self.stop = self._stack.enter_context(terminable())
         self._stack.enter_context(without_fsdp_variable())
+        self._stack.enter_context(quiet())
         return self
 
     def __exit__(

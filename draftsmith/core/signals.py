@@ -15,6 +15,7 @@ from draftsmith.core.ranks import is_main, launched
 from draftsmith.core.terminal import discard_if_closed
 
 _Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Terminated(SystemExit):
@@ -41,6 +42,18 @@ class StopSignal:
     asked: int = 0
     agreed: bool = False
 
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        again = number == self.asked == signal.SIGINT
+        self.asked = number
+        if number == signal.SIGHUP:
+            discard_if_closed()
+        if again or not self.held:
+            raise self.leaving()
+        if number == signal.SIGINT and is_main():
+            # os.write, because the signal may have interrupted a print, which is not reentrant.
+            os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
+
     def leaving(self) -> BaseException:
         """The exception to raise once the held work has been saved."""
         if self.asked == signal.SIGINT:
@@ -62,8 +75,9 @@ def _handled_by(handler: _Handler) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         for caught in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             # `nohup` makes programs ignore SIGHUP, and `&` in a script Ctrl-C; keep it ignored for
-            # them.
-            if signal.getsignal(caught) is not signal.SIG_IGN:
+            # them. A host that calls the library keeps its own handler too.
+            found = signal.getsignal(caught)
+            if found in _DEFAULT or isinstance(found, StopSignal):
                 before[caught] = signal.signal(caught, handler)
     try:
         yield
@@ -87,31 +101,20 @@ def limited(seconds: float) -> Iterator[None]:
             raise TimeoutError
 
     before = signal.signal(signal.SIGVTALRM, check)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
+    timer = signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, *timer)
 
 
 @contextmanager
 def terminable() -> Iterator[StopSignal]:
     """Inside the block SIGTERM and SIGHUP raise Terminated, Ctrl-C KeyboardInterrupt. While
-    `stop.held` is true, signals are only recorded.
+    `stop.held` is true, signals are only recorded. Signals that the caller handles are left alone.
     """
     stop = StopSignal()
-
-    def arrived(number: int, frame: FrameType | None) -> None:
-        again = number == stop.asked == signal.SIGINT
-        stop.asked = number
-        if number == signal.SIGHUP:
-            discard_if_closed()
-        if again or not stop.held:
-            raise stop.leaving()
-        if number == signal.SIGINT and is_main():
-            # os.write, because the signal may have interrupted a print, which is not reentrant.
-            os.write(2, b"\ninterrupted: keeping what is done (Ctrl-C again: stop at once)\n")
-
-    with _handled_by(arrived):
+    with _handled_by(stop):
         yield stop

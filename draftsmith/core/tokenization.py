@@ -27,6 +27,7 @@ _RENDER_S = 5
 Tokenizer = PreTrainedTokenizerBase
 
 
+@quiet()
 def load_tokenizer(
     name: str,
     trust_remote_code: bool = False,
@@ -38,7 +39,6 @@ def load_tokenizer(
     chat_template: a Jinja file, or its text, that takes the place of the chat template that comes
     with the tokenizer.
     """
-    quiet()
     check_source(name)
     try:
         with offline_if_unreachable(name):

@@ -9,12 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.options import configured
 from draftsmith.drafts.config import DoctorConfig
 from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
 
 
+@quiet()
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     """Return the `Support` of every engine on a target and a draft, as JSON, and whether a draft
     `pays` by the plan.

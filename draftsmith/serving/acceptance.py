@@ -17,6 +17,7 @@ import numpy as np
 
 from draftsmith.config import ServedConfig
 from draftsmith.core.errors import InputError
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import eos_ids
 from draftsmith.core.options import configured
@@ -69,6 +70,7 @@ class ServedPrompt:
         return Continuation(self.prompt.id, prompt_ids, output_ids[1:])
 
 
+@quiet()
 def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     """Compare what a running server accepts with the prediction, and find the likely cause of less.
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any, TypedDict
 
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import write_json_atomic
 from draftsmith.core.options import configured
 from draftsmith.core.progress import progress
@@ -184,6 +185,7 @@ def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 
 
+@quiet()
 def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file`
     and return it.

@@ -112,7 +112,7 @@ class MtpConfig(LayerConfig):
         config.pad_token_id = None
         config._attn_implementation = UNROLLED
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             return AutoModel.from_config(config, dtype=torch.float32)
 
 

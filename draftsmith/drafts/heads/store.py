@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.core.devices import generators_kept
 from draftsmith.core.errors import InputError, first_line, one_line
 from draftsmith.core.hub import cached, lfs_pointer, snapshot
 from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_json_atomic
@@ -110,6 +111,7 @@ def _layout(directory: Path, values: JsonObject) -> Layout | None:
     return layout_of(values, cache(names))
 
 
+@generators_kept()
 def load_head(path: str | Path, target: PreTrainedModel) -> Head:
     """The head in a directory or on the hub, on the target's device, in its dtype, in eval mode.
 

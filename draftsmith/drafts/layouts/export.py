@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import fingerprint, text_config
 from draftsmith.core.options import command_line, configured
@@ -45,6 +46,7 @@ class Writer:
     proven_in: str | None
 
 
+@quiet()
 def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
     """Write `config.out` whole or not at all. Return its format, files, bytes, and what reading it
     back showed.
