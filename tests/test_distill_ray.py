@@ -60,7 +60,9 @@ def prompts(tmp_path):
         {"messages": [*chat, {"role": "user", "content": f"Number {number}"}]}
         for number in range(3)
     ]
+    # As large as those of real models: Ray carries them apart from the worker's other arguments.
     (tmp_path / "chat.jinja").write_text(
+        "{# " + "x" * 200_000 + " #}"
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
     )
     return write_rows(tmp_path / "prompts.jsonl", *rows)

@@ -99,7 +99,9 @@ class RayEngine(Engine):
                 max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources.of_worker
             )
             local = replace(config, engine="hf", address=None, workers=None)
-            self.workers += [actor.remote(local, tokenizer) for _ in range(resources.workers)]
+            # Ray drops a large argument that nobody holds, and could not restart the worker.
+            self._tokenizer = ray.put(tokenizer)
+            self.workers += [actor.remote(local, self._tokenizer) for _ in range(resources.workers)]
             with _worker_errors():
                 facts: Facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
             self.identity = facts.identity

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import chain
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, TypeVar, Union, dataclass_transform
 
@@ -55,7 +56,7 @@ from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict
 
 from draftsmith.core.errors import InputError, without_secrets
-from draftsmith.core.io import JsonObject
+from draftsmith.core.io import JsonObject, hash_json, sha256_file
 from draftsmith.core.option_names import nearest_option
 from draftsmith.core.settings import MIN_TEMPERATURE, device_called, dtype_called
 
@@ -396,12 +397,18 @@ def known_by_content(config: object) -> JsonObject:
 
 def for_all(config: object) -> JsonObject:
     """The options that the processes of a run must share: all but those of one machine. Of those
-    that are known by content, whether they are given.
+    that are known by content, the hash of what is a file, and whether the others are given.
     """
     values = _values(config, lambda option: option.key not in _OF_ONE_MACHINE)
     for key, value in known_by_content(config).items():
-        values[key] = bool(value)
+        sources = value if isinstance(value, list) else [value]
+        values[key] = hash_json([_content(source) for source in sources])
     return values
+
+
+def _content(source: str | None) -> str | bool:
+    is_file = source is not None and os.path.isfile(source)
+    return sha256_file(Path(source)) if is_file else bool(source)
 
 
 def _values(config: object, is_chosen: Callable[[Option], bool]) -> JsonObject:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Key of the first failure.
+FAILED = "draftsmith/failed"
 # Whether the main process is in `from_main`.
 _others_wait = False
 # Where the processes that met count their failures.
@@ -87,8 +89,8 @@ def failed(reason: str) -> str | None:
     assert _store is not None
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     try:
-        first = _store.compare_set("draftsmith/reason", "", reason)
-        return first.decode() if _store.add(f"draftsmith/failed/{machine}", 1) == 1 else None
+        first = _store.compare_set(FAILED, "", reason)
+        return first.decode() if _store.add(f"{FAILED}/{machine}", 1) == 1 else None
     except RuntimeError:  # the store ended with its process
         return reason
 
