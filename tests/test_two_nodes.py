@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,7 +54,7 @@ def nodes(tmp_path, target_dir, draft_dir, dropout_dir, answers):
     for node, (text, draft) in enumerate(zip(texts, (draft_dir, dropout_dir), strict=True)):
         place = tmp_path / f"node{node}"
         place.mkdir()
-        rows = [{"prompt": text[: 5 + number]} for number in range(16)]
+        rows: list[dict[str, Any]] = [{"prompt": text[: 5 + number]} for number in range(16)]
         write_rows(place / "prompts.jsonl", *rows)
         (place / "set").symlink_to(answers(text, 2, 1, 12))
         (place / "draft").symlink_to(draft)

@@ -407,8 +407,9 @@ def for_all(config: object) -> JsonObject:
 
 
 def _content(source: str | None) -> str | bool:
-    is_file = source is not None and os.path.isfile(source)
-    return sha256_file(Path(source)) if is_file else bool(source)
+    if source is None or not os.path.isfile(source):
+        return bool(source)
+    return sha256_file(Path(source))
 
 
 def _values(config: object, is_chosen: Callable[[Option], bool]) -> JsonObject:
