@@ -56,11 +56,40 @@ class _Largest(TorchDispatchMode):
         return out
 
 
+def tiny_head() -> Eagle3Head:
+    sizes = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(**cast(Any, sizes), vocab_size=16, num_hidden_layers=4)
+    return Eagle3Head.fresh(LlamaForCausalLM(config))
+
+
+def test_recomputed_depths_give_the_same_gradients_and_keep_less():
+    head = tiny_head()
+    ids_BW, features_BWH = torch.arange(12)[None] % 16, torch.randn(1, 12, 16)
+    gradients, kept = [], []
+    for recomputed in (False, True):
+        head.gradient_checkpointing = recomputed
+        seen: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+            seen[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        head.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            states = list(head.unroll(ids_BW, features_BWH, 5))
+        torch.stack(states).square().sum().backward()
+        gradients.append({name: one.grad for name, one in head.named_parameters()})
+        kept.append(sum(seen.values()))
+    assert all(gradients[0][name] is not None for name in ("midlayer.mlp.up_proj.weight",))
+    for name, gradient in gradients[0].items():
+        other = gradients[1][name]
+        assert gradient is other is None or torch.equal(cast(Any, gradient), cast(Any, other)), name
+    assert kept[1] < kept[0] / 3
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_tensor_grows_with_the_square_of_a_row(packed):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    config = LlamaConfig(**cast(Any, sizes), vocab_size=16, num_hidden_layers=4)
-    head = Eagle3Head.fresh(LlamaForCausalLM(config))
+    head = tiny_head()
     largest = {}
     for width in (512, 1024):
         ids_BW = torch.zeros(1, width, dtype=torch.long)

@@ -56,6 +56,7 @@ DraftKind = Literal[
     "lm", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dspark", "jetspec"
 ]
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
+UNROLLED_KINDS = ("eagle", "eagle3", "mtp")
 _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
 
 # The options under `head` that each kind has, beside `features` and `features_gib`.
@@ -199,9 +200,13 @@ class TrainConfig(RunOptions, TargetOptions):
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.temperature)
         head = self.kind != "lm"
-        for key in ("draft_config", "gradient_checkpointing", "compile"):
+        for key in ("draft_config", "compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
+        if self.gradient_checkpointing and self.kind not in ("lm", *UNROLLED_KINDS):
+            raise InputError(
+                f"gradient_checkpointing: is for lm, {', '.join(UNROLLED_KINDS)}, not {self.kind}"
+            )
         untaught = not self.target and (head or self.head.features)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
         rules: list[tuple[str, object, str]] = [

@@ -5,7 +5,7 @@ kind.
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from draftsmith.drafts.draft_vocabulary import (
 )
 from draftsmith.drafts.heads import HEADS, head_kind, load_head, write_head
 from draftsmith.drafts.heads.borrowed import borrow
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.load import Draft
 from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
@@ -197,6 +198,8 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
     given: dict[str, Any] = {"packing": config.packing, "cache": cache}
     if not isinstance(draft, PreTrainedModel):
         given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
+        if config.gradient_checkpointing:
+            cast(FeatureHead, draft).gradient_checkpointing = True
         return TRAINEES[config.kind](draft, job.objective, job.target, **given)
     if device.type == "cpu":
         # On a CPU only: documents run one at a time, which would leave another device idle.

@@ -18,10 +18,12 @@ Legend: B rows, T tokens, W pairs of a row, P cached tokens, H hidden size, V vo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 
 from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
@@ -38,6 +40,8 @@ class FeatureHead(nn.Module):
     layers: nn.ModuleList
     rotary: Callable[..., tuple[Tensor, Tensor]]
     fuse: Callable[[Sequence[Tensor]], Tensor]
+    gradient_checkpointing: bool = False
+    """Whether the backward through `unroll` computes each depth again."""
 
     def forward(
         self,
@@ -135,14 +139,35 @@ class FeatureHead(nn.Module):
         there means nothing.
         """
         width = input_ids_BW.shape[1]
-        cache = DynamicCache() if depths > 1 else None
         if positions_BW is None:
             positions_BW = torch.arange(width, device=input_ids_BW.device).unsqueeze(0)
         mask = Unrolling(width, texts_BW)
+        earlier: list[Tensor] = []
         for depth in range(depths):
             if depth:
                 input_ids_BW = pad(input_ids_BW[:, 1:], (0, 1))
-            features_BWH = self.states(
-                input_ids_BW, features_BWH, mask, positions_BW + depth, cache
-            )
+            read = input_ids_BW, features_BWH, mask, positions_BW + depth
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                features_BWH, *new = checkpoint(self._depth, *read, *earlier, use_reentrant=False)
+            else:
+                features_BWH, *new = self._depth(*read, *earlier)
+            earlier += new
             yield features_BWH
+
+    def _depth(
+        self,
+        input_ids_BW: Tensor,
+        features_BWH: Tensor,
+        mask: Unrolling,
+        positions_BW: Tensor,
+        *earlier: Tensor,
+    ) -> Sequence[Tensor]:
+        """The features of a depth, its keys and its values. earlier: those of the depths before, in
+        turn.
+        """
+        cache = DynamicCache()
+        if earlier:
+            cache.update(torch.cat(earlier[::2], dim=2), torch.cat(earlier[1::2], dim=2), 0)
+        states_BWH = self.states(input_ids_BW, features_BWH, mask, positions_BW, cache)
+        layer: Any = cache.layers[0]
+        return states_BWH, layer.keys[:, :, -mask.width :], layer.values[:, :, -mask.width :]

@@ -197,9 +197,9 @@ class _TargetRotary:
     def __deepcopy__(self, memo: dict[int, object]) -> "_TargetRotary":
         return self
 
-    def __call__(self, states_BTH: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.module(states_BTH, positions, **self.options)
-        return cosines, sines
+    def __call__(self, states_BTH: Tensor, positions: Tensor) -> Any:
+        """What the family's layers read: cosines and sines, or complex numbers (DeepSeek-V2)."""
+        return self.module(states_BTH, positions, **self.options)
 
 
 class MtpHead(ReadsLastState, FeatureHead):
