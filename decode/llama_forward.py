@@ -13,7 +13,7 @@ heads, P slots the attention reads, V vocabulary, N positions.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,13 +115,18 @@ def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
     last_norm = getattr(body, family.last_norm)
     scale = getattr(getattr(body, family.embedding), "embed_scale", torch.ones(()))
     size = out.in_features // config.num_attention_heads
+    interleaved = len(family.qkv) == 1
+    groups = config.num_attention_heads
+    if not interleaved:
+        # Not what the config says, which some classes do not read.
+        groups = cast(Any, body.layers[0].get_submodule(family.qkv[1])).out_features // size
 
     def option(name: str | None) -> Any:
         return None if name is None else getattr(config, name)
 
     return Sizes(
         heads=config.num_attention_heads,
-        groups=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        groups=groups,
         size=size,
         turned=getattr(attention, "rotary_ndims", size) if hasattr(body, "rotary_emb") else 0,
         scale=attention.scaling,
@@ -129,7 +134,7 @@ def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
         activation=ACTIVATIONS.get(option(family.activation), 0),
         gated=len(family.up) > 1,
         parallel=bool(option(family.parallel)),
-        interleaved=len(family.qkv) == 1,
+        interleaved=interleaved,
         # Which the model rounds to its dtype.
         embedding_scale=float(scale.to(last_norm.weight.dtype)),
         attention_cap=option(family.attention_cap) or 0.0,

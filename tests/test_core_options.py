@@ -102,7 +102,7 @@ def test_every_spelling_of_a_value():
     )
     assert read("--name", "a", "--loud", "false").loud is False
     assert read("--name", "a", "--limit", "3", "--limit", "4").limit == 4
-    assert "--name: is given twice; keep one" in refusal("--name", "a", "--name", "b")
+    assert read("--name", "a", "--name", "b").name == "b"
     for typed in ("bf16", "BF16", "torch.bfloat16", "bfloat16"):
         assert read("--name", "a", "--dtype", typed).dtype == "bfloat16"
     assert read("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]

@@ -554,13 +554,18 @@ MODELS: dict[str, Any] = {
             "final_logit_softcapping": 7.0,
         },
     ),
-    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 100}),
+    # Keys that these classes do not read.
+    "opt": (
+        OPTForCausalLM,
+        OPTConfig,
+        {"ffn_dim": 100, "num_key_value_heads": 1, "head_dim": 7},
+    ),
     "opt gelu, no bias": (
         OPTForCausalLM,
         OPTConfig,
         {"ffn_dim": 100, "enable_bias": False, "activation_function": "gelu"},
     ),
-    "neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),
+    "neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"num_key_value_heads": 1}),
     "neox in turn": (
         GPTNeoXForCausalLM,
         GPTNeoXConfig,
