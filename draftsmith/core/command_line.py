@@ -101,3 +101,147 @@ def _refuse_two_names(words: list[str], table: Mapping[str, Option]) -> None:
     for key in ("target", "prompts"):
         if key in table and not table[key].many and keys.count(f"--{key}") > 1:
             raise InputError(f"--{key}: is given twice; keep one")
+
+
+def asks_all(words: list[str]) -> bool:
+    """Whether the help of every option is asked for."""
+    return "--help=all" in words or words[-2:] == ["--help", "all"]
+
+
+def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
+    """Return the words with `_` for `-` in names, and a value joined to its option by `=`.
+
+    Otherwise argparse takes a value that begins with a dash for an option.
+    """
+    known = {"-h"} | {f"--{key}" for key in (*_COMMON, *table)}
+    words: list[str] = []
+    for word in argv:
+        option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
+        is_value = underscored(word).partition("=")[0] not in known
+        if option is not None and is_value and not _words_of(option):
+            words[-1] += f"={word}"
+        else:
+            words.append(underscored(word))
+    return words
+
+
+def underscored(word: str) -> str:
+    """A word of a command line with `_` for `-` in the name of its option."""
+    key, equals, value = word.partition("=")
+    is_key = word.startswith("--") and " " not in key
+    name = key.removeprefix("--").replace("-", "_")
+    return f"--{name}{equals}{value}" if is_key else word
+
+
+def check_file(cls: type, file: Path) -> None:
+    """Raise InputError, with its line, for a key of a YAML file that the configuration class does
+    not have.
+    """
+    _read_file(str(file), {option.key: option for option in options_of(cls)}, {})
+
+
+def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:
+    near = nearest_option(key, [*_COMMON, *table], dashes)
+    return f"; did you mean {near}?" if near else "; --help=all lists them"
+
+
+def _read_file(name: str, table: dict[str, Option], values: JsonObject) -> dict[str, str]:
+    """Merge a YAML file into `values`; return the line of each key: `{dotted key: "file:line"}`."""
+    try:
+        # A wheel has recipes under the names of a checkout.
+        shipped = Path(__file__).parents[1] / name
+        is_shipped = name.startswith("configs/") and not Path(name).exists()
+        text = (shipped if is_shipped else Path(name)).read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        document = yaml.safe_load(text)
+    except OSError as error:
+        raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
+    except (ValueError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        if Path(name).suffix in (".jsonl", ".parquet"):
+            raise InputError(
+                f"--config {name}: holds rows, not options; --data or --prompts takes it"
+            ) from None
+        where = f"{name}:{mark.line + 1}" if mark else name
+        problem = getattr(error, "problem", None) or one_line(error)
+        raise InputError(f"{where}: not valid YAML ({problem})") from None
+    if not isinstance(root, yaml.MappingNode):
+        raise InputError(f"--config {name}: expected `key: value` lines")
+    lines: dict[str, str] = {}
+
+    def read(mapping: yaml.MappingNode, prefix: str) -> None:
+        for key_node, node in mapping.value:
+            key = f"{prefix}{key_node.value}"
+            line = f"{name}:{key_node.start_mark.line + 1}"
+            if key in lines:
+                raise InputError(
+                    f"{line}: {key}: appears twice in the file ({lines[key]}); keep one"
+                )
+            is_group = any(known.startswith(f"{key}.") for known in table)
+            if key not in table and not is_group:
+                raise InputError(f"{line}: {key}: unknown key{_nearest(key, table)}")
+            lines[key] = line
+            if is_group and isinstance(node, yaml.MappingNode):
+                read(node, f"{key}.")
+            else:
+                put(values, key, value_at(document, key))
+
+    read(root, "")
+    return lines
+
+
+def parser(
+    cls: type, command: str, everything: bool = True, modes: Mapping[str, str] | None = None
+) -> argparse.ArgumentParser:
+    """The options of a command as argparse and shtab (completion) read them."""
+    arguments = _Parser(
+        prog=f"draftsmith {command}",
+        usage=f"draftsmith {command} [--config FILE] [--key value ...]",
+        description=(cls.__doc__ or "").strip().partition("\n\n")[0],
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
+        argument_default=argparse.SUPPRESS,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    table = sorted(options_of(cls), key=lambda option: not option.required)
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for option in table:
+        section = option.section if everything else "Options that most people set"
+        if option.required:
+            section = "Required"
+        if section not in groups:
+            groups[section] = arguments.add_argument_group(section)
+        text = option.help
+        if option.default_text:
+            text += f" (default: {option.default_text})"
+        groups[section].add_argument(
+            f"--{option.key}",
+            metavar=option.metavar,
+            help=text.replace("%", "%%") if everything or not option.rare else argparse.SUPPRESS,
+            choices=[*option.choices, *["null"] * option.nullable] if option.choices else None,
+            **_words_of(option),
+        )
+    if modes:
+        group = arguments.add_argument_group("Other uses; add --help to one for its options")
+        for key, what in modes.items():
+            group.add_argument(f"--{key}", metavar="...", help=f"{what[0].upper()}{what[1:]}.")
+    common = arguments.add_argument_group("Options of every command")
+    text = "YAML file with any of these options; typed ones override it."
+    common.add_argument("--config", metavar="FILE", action="append", help=text)
+    common.add_argument(
+        "--print_config", action="store_true", help="Print the options as such a file."
+    )
+    common.add_argument(
+        "--json", action="store_true", help="End standard output with one JSON object, the summary."
+    )
+    hidden = sum(option.rare for option in table)
+    more = f"; --help=all lists {hidden} more." if hidden else "."
+    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=f"Show this{more}")
+    return arguments
+
+
+def _words_of(option: Option) -> dict[str, Any]:
+    """How many words the option takes, for `add_argument`."""
+    if option.many:
+        return {"nargs": "+", "action": "extend"}
+    return {"nargs": "?", "const": "true"} if option.item is bool else {}
