@@ -26,6 +26,7 @@ from draftsmith.alignment.engines import in_words, support_of
 from draftsmith.alignment.facts import Facts, load
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
+from draftsmith.alignment.stages import _resumed, _write
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.settings import ResolvedSampling, Sampling
@@ -97,6 +98,9 @@ def files(tmp_path_factory):
         "own": write_rows(root / "own.jsonl", *own, own[0]),
         "other": write_rows(root / "other.jsonl", *other),
     }
+
+
+COMMAND = "draftsmith align --config o.yaml"
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -233,6 +237,36 @@ def test_the_file_of_a_run_is_run_again_by_hand(
     file.write_text(file.read_text().replace("steps: 6", "steps: 8"))
     said = "was trained for 6 steps and is finished; train longer: draftsmith train "
     assert said in door.refused("align", "--config", file)
+
+
+def test_a_run_that_has_begun_takes_fewer_steps_and_another_evaluation(tmp_path, capsys):
+    file = tmp_path / "align.yaml"
+    usual = AlignConfig(target="t", draft="d", prompts="p", out=str(tmp_path))
+    begun, chosen = complete(usual, facts())
+    _write(file, "# Chosen:\n" + "".join(f"#   {line}\n" for line in chosen), begun)
+    shorter = TrainChoices(steps=begun.train.steps - 1)
+    other = EvalChoices(max_prompts=7, tree=["chain:1"])
+    given = replace(usual, train=shorter, eval=other)
+    whole = _resumed(given, file, COMMAND)
+    assert (whole.train, whole.eval.max_prompts) == (replace(begun.train, steps=shorter.steps), 7)
+    said = f"train.steps: {shorter.steps} in place of {begun.train.steps}; "
+    assert said in capsys.readouterr().err
+    # It is kept, and what was chosen is no longer said of it.
+    text = file.read_text()
+    assert _resumed(usual, file, COMMAND) == whole == _resumed(given, file, COMMAND)
+    assert f"# Begun by: {COMMAND}\n" in text
+    assert "#   train.steps" not in text and "#   distill.max_prompts" in text
+    # More steps, an evaluation that has begun, and all that answers depend on: another --out.
+    (tmp_path / "eval").mkdir()
+    for changed in (
+        {"train": TrainChoices(steps=begun.train.steps)},
+        {"eval": EvalChoices(max_prompts=8)},
+        {"distill": DistillChoices(temperature=0.5)},
+    ):
+        hint = f"name another --out, to which --config {file} gives the other options"
+        with pytest.raises(InputError, match=re.escape(hint)):
+            _resumed(replace(usual, **changed), file, COMMAND)
+    assert file.read_text() == text
 
 
 @pytest.mark.slow

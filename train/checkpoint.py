@@ -77,10 +77,15 @@ def drop_old(job: TrainingJob) -> None:
     # A checkpoint made because of a signal does not count, so that a stopped and resumed run leaves
     # the same files as one that was never stopped.
     every = job.config.save_every
-    regular = [path for path in checkpoints if int(path.name.removeprefix("step_")) % every == 0]
+    regular = [path for path in checkpoints if step_of(path) % every == 0]
     for old in checkpoints[:-1]:
         if old not in regular[-job.config.keep :]:
             shutil.rmtree(old)
+
+
+def step_of(path: Path) -> int:
+    """Steps that were done when a checkpoint was written."""
+    return int(path.name.removeprefix("step_"))
 
 
 def newest(job: TrainingJob) -> Path | None:

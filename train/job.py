@@ -11,6 +11,7 @@ from draftsmith.core.tokenization import Tokenizer
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import Examples
 from draftsmith.train.objective import Objective
+from draftsmith.train.optimizer import Cut
 from draftsmith.train.world import World
 
 
@@ -19,7 +20,7 @@ class TrainingJob:
     """All that a run needs beside the draft.
 
     tokenizer: saved with the draft. date: in the prompts, if the chat template prints one.
-    identity: settings that must match for a run to resume this one.
+    identity: settings that must match for a run to resume this one. cuts: where it was shortened.
     """
 
     config: TrainConfig
@@ -31,6 +32,7 @@ class TrainingJob:
     target: PreTrainedModel | None = None
     date: str | None = None
     identity: JsonObject = field(default_factory=dict)
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def rows_per_step(self) -> int:
@@ -38,9 +40,10 @@ class TrainingJob:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Optimizer steps of the whole run; a run that is shortened does one more at least."""
         rows = self.config.epochs * len(self.training)
-        return self.config.steps or math.ceil(rows / self.rows_per_step)
+        asked = self.config.steps or math.ceil(rows / self.rows_per_step)
+        return max([asked, *(cut.at + 1 for cut in self.cuts)])
 
     @property
     def run_dir(self) -> Path:

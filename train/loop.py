@@ -57,7 +57,7 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     config = job.config
     accelerator = job.world.accelerator
     batches = make_batches(job, step)
-    rate = learning_rate(config.optim, step, job.steps)
+    rate = learning_rate(config.optim, step, job.steps, job.cuts)
     rates = {"lr": rate}
     for group in wrapped.optimizer.param_groups:
         group["lr"] = rate * group.get("multiple", 1.0)

@@ -38,7 +38,7 @@ from draftsmith.core.prompts import write_prompt_hashes
 from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import from_main, is_main, on_main, say
 from draftsmith.core.record import RECORD, read_record, train_longer
-from draftsmith.core.runs import Run, kept_identity
+from draftsmith.core.runs import Run, claim, difference, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
@@ -64,13 +64,14 @@ from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.loop import Progress, fit
 from draftsmith.train.losses import LossFn
 from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
-from draftsmith.train.optimizer import by_module, hidden_matrices, usual_rate
+from draftsmith.train.optimizer import Cut, by_module, hidden_matrices, usual_rate
 from draftsmith.train.parallel import load_weights
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees.block import BlockTrainee, calibrate
 from draftsmith.train.world import make_world
 
 log = logging.getLogger(__name__)
+_RECORDS = ("run/run.json",)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.
 _CALIBRATION_ROWS = 512
 # Of the record of a draft.
@@ -118,11 +119,17 @@ def train(
                     f"{out}: holds a model that this run did not make; choose another `out`"
                 )
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
-        _refuse_more_steps(config)
-        run.begin(job.identity, ("run/run.json",), known_by_content(config), command)
+        run.begin()
+        kept = from_main(lambda: kept_identity(out, _RECORDS))
+        published = from_main(lambda: checkpoint.is_published(job))
+        if kept:
+            loaded.job = job = _as_long_as_asked(job, kept, published)
+        changed = job.identity.get("shortened") != kept.get("shortened")
+        places = known_by_content(config)
+        from_main(lambda: claim(out, job.identity, _RECORDS, places, command, changed))
         for directory in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, directory))
-        if from_main(lambda: checkpoint.is_published(job)):
+        if published:
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
@@ -141,21 +148,38 @@ def train(
     return summary | pushed(out, config.push_to_hub, "model")
 
 
-def _refuse_more_steps(config: TrainConfig) -> None:
-    """Raise InputError, with what to type, for a finished draft that is to be trained longer."""
-    try:
-        record = read_record(Path(config.out))
-    except InputError:
-        return  # It is damaged and will be published again.
-    trained = record.get("config", {})
-    asked = [(key, getattr(config, key)) for key in ("steps", "epochs")]
-    if any(trained.get(key, value) != value for key, value in asked) and (
-        longer := train_longer(config.out)
-    ):
+def _as_long_as_asked(job: TrainingJob, kept: JsonObject, published: bool) -> TrainingJob:
+    """Return the job with the cuts of its schedule: fewer steps than its run has are a new cut, at
+    its newest checkpoint. What is finished stays as it is.
+
+    kept: the identity of the run that began here. Raise InputError, with what to type, for a
+    finished draft that is to be trained longer.
+    """
+    out = job.config.out
+    cuts = tuple(Cut(**cut) for cut in kept.get("shortened", []))
+    began = {key: kept["config"][key] for key in ("steps", "epochs")}
+    begun = replace(job, cuts=cuts, config=replace(job.config, **began))
+    identity = job.identity | {"config": job.identity["config"] | began}
+    if cuts:
+        job = replace(job, cuts=cuts)
+        identity["shortened"] = kept["shortened"]
+    if published and job.steps > begun.steps and (longer := train_longer(out)):
         raise InputError(
-            f"--out {config.out}: was trained for {record.get('steps')} steps and is finished; "
-            f"train longer: {longer}"
+            f"--out {out}: was trained for {begun.steps} steps and is finished; train longer: "
+            f"{longer}"
         )
+    if job.steps <= begun.steps and not difference(kept, identity):
+        if published and job.steps < begun.steps:
+            say(f"{out}: is finished after {begun.steps} steps and stays as it is")
+        if published or job.steps == begun.steps:
+            return replace(begun, identity=identity)
+        newest = checkpoint.newest(job)
+        cuts = (*cuts, Cut(checkpoint.step_of(newest) if newest else 0, begun.steps))
+        job = replace(job, cuts=cuts)
+        say(f"train: {job.steps} steps in place of {begun.steps}; {cuts[-1].at} are done")
+    if not cuts:
+        return job
+    return replace(job, identity=job.identity | {"shortened": [asdict(cut) for cut in cuts]})
 
 
 @dataclass
@@ -201,7 +225,7 @@ def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
     kept = next(iter(dates), None)
     if tokenizer is None or all(Path(source).is_dir() for source in sources):
         return kept
-    begun = kept_identity(Path(config.out), ("run/run.json",)).get("date")
+    begun = kept_identity(Path(config.out), _RECORDS).get("date")
     date = fix_date(tokenizer, config.date, begun or kept)
     if date is not None:
         say(f"train: the chat template prints the date; in chats from text it is {date}")

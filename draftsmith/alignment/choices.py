@@ -110,7 +110,7 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
         if value is not None:
             shown = " ".join(map(str, value)) if isinstance(value, list) else value
             lines.append(f"{choice.field} {shown}   ({choice.reason.format(known=known)})")
-            known = Known(facts, _filled(known.options, choice.field, value))
+            known = Known(facts, filled(known.options, choice.field, value))
     one = facts.different == 1 and known.options.heldout_prompts
     if min(known.options.distill.max_prompts, known.usable) < 2 or one:
         same = ", which all ask the same," if one else ""
@@ -126,11 +126,11 @@ def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]
     return known.options, lines
 
 
-def _filled(options: Any, field: str, value: object) -> Any:
+def filled(options: Any, field: str, value: object) -> Any:
     """Return options with a field of theirs, or of a group of them, replaced."""
     name, _, inner = field.partition(".")
     if inner:
-        value = _filled(getattr(options, name), inner, value)
+        value = filled(getattr(options, name), inner, value)
     return replace(options, **{name: value})
 
 

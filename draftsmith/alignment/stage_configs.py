@@ -123,7 +123,8 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     # Replay adds steps of its own: as many sequences of answers are trained on as without it.
     replay_steps = round(options.steps / (1 - replayed)) - options.steps
     shared = _shared(options, TrainConfig) | _common(config)
-    shared |= {"steps": options.steps + replay_steps, "replay_fraction": replayed}
+    # A checkpoint of a large draft is several times its size.
+    shared |= {"steps": options.steps + replay_steps, "replay_fraction": replayed, "keep": 1}
     return TrainConfig(
         **shared,
         out=str(out / name),

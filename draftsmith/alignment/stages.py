@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import yaml
 
-from draftsmith.alignment.choices import complete
+from draftsmith.alignment.choices import complete, filled
 from draftsmith.alignment.config import BEGUN_BY, AlignConfig
 from draftsmith.alignment.engines import in_words as engines_in_words
 from draftsmith.alignment.facts import Facts, load, look
@@ -119,7 +119,7 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
         begun = _begin(config, file, command)
         _free()
         return begun
-    whole = _resumed(config, file)
+    whole = _resumed(config, file, command)
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
     return whole, stages_of(whole)
@@ -164,16 +164,24 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     say(expected(whole, stages, models, draft, ids, costs))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
-        f"{BEGUN_BY}{without_secrets(as_typed(command))}\n# Chosen were:\n"
+        f"{_begun_by(command)}# Chosen were:\n"
     )
     reasons = "".join(f"#   {line}\n" for line in chosen)
-    options = yaml.safe_dump(_shown(whole), sort_keys=False, width=1000)
-    write_text_atomic(file, head + reasons + options)
+    _write(file, head + reasons, whole)
     say(
         f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with "
-        "--config"
+        "--config and another --out"
     )
     return whole, stages
+
+
+def _begun_by(command: str) -> str:
+    return f"{BEGUN_BY}{without_secrets(as_typed(command))}\n"
+
+
+def _write(file: Path, comments: str, config: AlignConfig) -> None:
+    options = yaml.safe_dump(_shown(config), sort_keys=False, width=1000)
+    write_text_atomic(file, comments + options)
 
 
 def _fresh_head(config: AlignConfig, facts: Facts) -> str:
@@ -216,28 +224,46 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
     return replace(config, draft=str(start), init=None)
 
 
-def _resumed(config: AlignConfig, file: Path) -> AlignConfig:
-    """Return the options of the run that began here. Raise InputError if a given one differs."""
+def _resumed(config: AlignConfig, file: Path, command: str) -> AlignConfig:
+    """Return the options of the run that began here, with fewer steps and, before the evaluation,
+    its options as they are given now. Raise InputError if another one differs.
+    """
     check_file(AlignConfig, file)
     begun = AlignConfig(**yaml.safe_load(file.read_text(encoding="utf-8")))
     recorded = _shown(begun)
     given = _shown(config)
     taken: JsonObject = {}
+    changed: dict[str, str] = {}
+    evaluated = (file.parent / "eval").exists()
     for option in options_of(AlignConfig):
         key = option.key
         then = value_at(recorded, key)
-        now = value_at(given, key)
+        now: Any = value_at(given, key)
+        is_open = key.startswith("eval.") and not evaluated
         if not (option.identity or "." in key or key == "date"):
             # What was moved is told by its content where it is read. The file has no passwords of
             # URLs.
             if now or not option.by_content:
                 taken[key] = getattr(config, key)
-        elif now not in (None, [], then):
+        elif now in (None, [], then):
+            continue
+        elif key == "train.steps" and now < then or is_open:
+            begun = filled(begun, key, now)
+            changed[f"#   {key} "] = f"{key}: {json.dumps(now)} in place of {json.dumps(then)}"
+        else:
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {key} is "
-                f"{json.dumps(then)}, now it is {json.dumps(now)}; name another --out, or edit "
-                f"{file} and run it with --config"
+                f"{json.dumps(then)}, now it is {json.dumps(now)}; name another --out, to which "
+                f"--config {file} gives the other options"
             )
+    if changed:
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+        notes = [line for line in lines if line.startswith("#")]
+        # The reasons, and the command, are those of other values.
+        notes = [line for line in notes if not line.startswith((BEGUN_BY, *changed))]
+        notes.insert(1, _begun_by(command))
+        _write(file, "".join(notes), begun)
+        say("; ".join(changed.values()))
     if config.draft == str(Path(begun.out) / "start"):
         taken["draft"] = str(file.parent / "start")
     return replace(begun, **taken)
