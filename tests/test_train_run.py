@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from draftsmith.train.batches import collate
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import load_examples
 from draftsmith.train.objective import parse_objective
-from draftsmith.train.optimizer import learning_rate
+from draftsmith.train.optimizer import Cut, learning_rate
 from draftsmith.train.stream import order
 from draftsmith.train.trainees.lm import LMTrainee
 from draftsmith.train.training_run import train
@@ -112,10 +113,10 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn
     } < set(found)
 
 
-def _killed_at(door, monkeypatch, step, *words):
+def _killed_at(door: Any, monkeypatch: pytest.MonkeyPatch, step: int, *words: object) -> None:
     """Run until this step, which never ends."""
 
-    def die(optim, now, steps, cuts=()):
+    def die(optim: Optim, now: int, steps: int, cuts: Sequence[Cut] = ()) -> float:
         if now == step:
             raise KeyError("killed")
         return learning_rate(optim, now, steps, cuts)
