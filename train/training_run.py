@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.core.agreement import agree, difference
 from draftsmith.core.devices import attention_of_any_length, generators_kept
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
@@ -38,7 +39,7 @@ from draftsmith.core.prompts import write_prompt_hashes
 from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import from_main, is_main, on_main, say
 from draftsmith.core.record import RECORD, read_record, train_longer
-from draftsmith.core.runs import Run, claim, difference, kept_identity
+from draftsmith.core.runs import Run, claim, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
@@ -119,6 +120,7 @@ def train(
                     f"{out}: holds a model that this run did not make; choose another `out`"
                 )
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
+        agree(job.identity)
         run.begin()
         kept = from_main(lambda: kept_identity(out, _RECORDS))
         published = from_main(lambda: checkpoint.is_published(job))
