@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.sampling import Sampling
@@ -81,13 +88,15 @@ def saved(path: Path, name: str, **changes: Any) -> str:
     torch.manual_seed(4)
     if name == "gemma2":
         Gemma2ForCausalLM(Gemma2Config(**SIZES | changes, sliding_window=32)).save_pretrained(path)
+    elif name == "granite":
+        GraniteForCausalLM(GraniteConfig(**SIZES | changes)).save_pretrained(path)
     else:
         LlamaForCausalLM(LlamaConfig(**SIZES | changes)).save_pretrained(path)
     return str(path)
 
 
-# Gemma-2 runs through its own forward, whose layers the kernel takes over.
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+# Granite runs through its own forward, whose layers the kernel takes over.
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
 def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypatch, name):
     directory = saved(tmp_path, name)
     target = load_model(directory, device="cpu", quantize="nf4")
@@ -104,13 +113,15 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
 
     monkeypatch.setattr(layer, "forward", counted)
     prompts, sampling = [[5, 6, 7, 8], [9, 10]], Sampling(temperature=0.0)
-    if name == "gemma2":
+    if name == "granite":
         take_over(target)
     packs = packs_of(target)
-    assert (Runner(target, ability(target).windows, 128, packs)._lean is None) == (name == "gemma2")
+    assert (Runner(target, ability(target).windows, 128, packs)._lean is None) == (
+        name == "granite"
+    )
     # Seven matrices of a layer, of which the lean forward fuses those with the same input; one
     # output projection.
-    assert name == "gemma2" or len(packs._beside) == 8 + 1
+    assert name == "granite" or len(packs._beside) == 8 + 1
     fast = SpeculativeDecoder(target).generate(prompts, sampling, 24, eos_ids=())
     assert not calls
     slow = SpeculativeDecoder(target, fast=False).generate(prompts, sampling, 24, eos_ids=())
@@ -120,7 +131,7 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     ]
     assert fingerprint(target) == before
     assert (
-        name == "gemma2"
+        name == "granite"
         or {key: set(vars(module)) for key, module in target.named_modules()} == attributes
     )
 

@@ -167,7 +167,7 @@ class AlignConfig(TargetOptions, RunOptions):
     draft: ByContent[Text | None] = None
     """The draft to start from: a language model, or a head. Without one, train a fresh head."""
     kind: Open[DraftKind] = OPEN
-    """What to train without --draft. Default: eagle3, or eagle if engines take only that."""
+    """What to train without --draft. Default: what engines take."""
     init: Literal["prune"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method prune` does."""
     objective: Annotated[list[str], Field(min_length=1)] = field(
