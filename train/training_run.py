@@ -97,7 +97,8 @@ def train(
     command: the command line to record. loss: your own loss in place of `config.objective`
     (`train.objective.custom_objective`); it is recorded by its name. Raise InputError for input
     that cannot be used, RunError for what fails while running. SIGTERM ends it with Terminated
-    (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step.
+    (exit code 143) and Ctrl-C with KeyboardInterrupt, with a checkpoint of that step; unless the
+    host has a handler of its own, which then runs instead.
     """
     if loss is not None and not callable(loss):
         raise InputError("loss: is a function of your own; objective='fkl' names one of ours")
