@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,13 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
 from draftsmith.core.record import read_record, train_longer
-from draftsmith.train.batches import collate
+from draftsmith.train.batch import Batch
+from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import load_examples
+from draftsmith.train.job import TrainingJob
 from draftsmith.train.objective import parse_objective
-from draftsmith.train.optimizer import Cut, learning_rate
+from draftsmith.train.optimizer import learning_rate
 from draftsmith.train.stream import order
 from draftsmith.train.trainees.lm import LMTrainee
 from draftsmith.train.training_run import train
@@ -116,13 +117,13 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn
 def _killed_at(door: Any, monkeypatch: pytest.MonkeyPatch, step: int, *words: object) -> None:
     """Run until this step, which never ends."""
 
-    def die(optim: Optim, now: int, steps: int, cuts: Sequence[Cut] = ()) -> float:
+    def die(job: TrainingJob, now: int) -> list[Batch]:
         if now == step:
             raise KeyError("killed")
-        return learning_rate(optim, now, steps, cuts)
+        return make_batches(job, now)
 
     with monkeypatch.context() as patched, pytest.raises(KeyError):
-        patched.setattr("draftsmith.train.loop.learning_rate", die)
+        patched.setattr("draftsmith.train.loop.make_batches", die)
         door(*words)
 
 

@@ -26,7 +26,7 @@ from draftsmith.train import checkpoint, parallel
 from draftsmith.train.batch import LossSums
 from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.job import Position, TrainingJob
-from draftsmith.train.optimizer import learning_rate, make_optimizer
+from draftsmith.train.optimizer import learning_rate, make_optimizer, shortened_rate
 from draftsmith.train.parallel import Copies
 from draftsmith.train.tracking import curve_names, log_again
 from draftsmith.train.trainee import Trainee
@@ -57,7 +57,10 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     config = job.config
     accelerator = job.world.accelerator
     batches = make_batches(job, step)
-    rate = learning_rate(config.optim, step, job.steps, job.cuts)
+    if job.cuts:
+        rate = shortened_rate(config.optim, step, job.steps, job.cuts)
+    else:
+        rate = learning_rate(config.optim, step, job.steps)
     rates = {"lr": rate}
     for group in wrapped.optimizer.param_groups:
         group["lr"] = rate * group.get("multiple", 1.0)

@@ -55,12 +55,17 @@ class Cut:
     steps: int
 
 
-def learning_rate(optim: Optim, step: int, steps: int, cuts: Sequence[Cut] = ()) -> float:
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `steps`.
 
     After a linear warm-up it falls as a cosine to the final fraction: at once, or with `wsd` over
-    the last fifth of the steps. From a cut on it falls from where it then is.
+    the last fifth of the steps.
     """
+    return shortened_rate(optim, step, steps, ())
+
+
+def shortened_rate(optim: Optim, step: int, steps: int, cuts: Sequence[Cut]) -> float:
+    """`learning_rate` of a run that was shortened: from a cut on it falls from where it then is."""
     assert optim.lr is not None
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
