@@ -24,6 +24,7 @@ from draftsmith.eval.results import Results
 from draftsmith.eval.tracking import track
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.tracking import log_again, start
+from tests.distilled import write_rows
 from tests.results_made_up import BASE, BOTH, made_up
 from tests.train_laws import BEFORE, metrics
 
@@ -156,8 +157,10 @@ def test_an_evaluation_is_logged_with_its_decision_and_busy_speeds_are_marked(
 
 
 @pytest.mark.slow
-def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path, env):
-    words = "eval --target t --draft a=b --id c=d --out eval --tracker wandb".split()
+def test_nobody_is_asked_at_a_terminal_for_a_missing_key(tmp_path, env, target_dir, draft_dir):
+    write_rows(tmp_path / "d.jsonl", {"prompt": "The"})
+    words = f"eval --target {target_dir} --draft a={draft_dir} --id c=d.jsonl --out eval".split()
+    words += ["--tracker", "wandb"]
     ours, theirs = pty.openpty()
     clean = os.environ | env | {"PYTHONPATH": str(ROOT)}
     for key in ("WANDB_MODE", "WANDB_API_KEY"):
