@@ -163,6 +163,8 @@ def test_processes_share_all_options_but_those_of_a_machine():
 
     same = options(out="o", data=["d"], device="cpu")
     assert same == options(out="p", data=["other/place"], device="cuda:1")
+    cached = [options(out="o", data=["d"], target="t", head={"features": path}) for path in "ab"]
+    assert cached[0] == cached[1]
     for key, value in {"batch_size": 3, "seed": 1, "target": "t", "save_every": 7}.items():
         assert same != options(out="o", data=["d"], **{key: value}), key
 
