@@ -56,7 +56,6 @@ DraftKind = Literal[
     "lm", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dspark", "jetspec"
 ]
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
-UNROLLED_KINDS = ("eagle", "eagle3", "mtp")
 _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
 
 # The options under `head` that each kind has, beside `features` and `features_gib`.
@@ -69,6 +68,7 @@ _HEAD_OPTIONS: dict[str, set[str]] = {
     "hydra": {"num_heads", "num_layers", "step_decay"},
     **dict.fromkeys(BLOCK_KINDS, _BLOCK_OPTIONS),
 }
+_UNROLLED_KINDS = [kind for kind, own in _HEAD_OPTIONS.items() if "test_steps" in own]
 
 
 @options
@@ -203,9 +203,9 @@ class TrainConfig(RunOptions, TargetOptions):
         for key in ("draft_config", "compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
-        if self.gradient_checkpointing and self.kind not in ("lm", *UNROLLED_KINDS):
+        if self.gradient_checkpointing and self.kind not in ("lm", *_UNROLLED_KINDS):
             raise InputError(
-                f"gradient_checkpointing: is for lm, {', '.join(UNROLLED_KINDS)}, not {self.kind}"
+                f"gradient_checkpointing: is for lm, {', '.join(_UNROLLED_KINDS)}, not {self.kind}"
             )
         untaught = not self.target and (head or self.head.features)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)

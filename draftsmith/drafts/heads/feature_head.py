@@ -18,7 +18,7 @@ Legend: B rows, T tokens, W pairs of a row, P cached tokens, H hidden size, V vo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,14 @@ from transformers import Cache, DynamicCache
 
 from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
 from draftsmith.drafts.heads.unrolled_attention import Unrolling
+
+
+class Depth(NamedTuple):
+    """What all pairs give at a depth: features `[B, W, H]`, and the layer's keys and values."""
+
+    features_BWH: Tensor
+    keys: Tensor
+    values: Tensor
 
 
 class FeatureHead(nn.Module):
@@ -142,17 +150,17 @@ class FeatureHead(nn.Module):
         if positions_BW is None:
             positions_BW = torch.arange(width, device=input_ids_BW.device).unsqueeze(0)
         mask = Unrolling(width, texts_BW)
-        earlier: list[Tensor] = []
+        made: tuple[Depth, ...] = ()
         for depth in range(depths):
             if depth:
                 input_ids_BW = pad(input_ids_BW[:, 1:], (0, 1))
-            read = input_ids_BW, features_BWH, mask, positions_BW + depth
+                features_BWH = made[-1].features_BWH
+            read = input_ids_BW, features_BWH, mask, positions_BW + depth, made
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                features_BWH, *new = checkpoint(self._depth, *read, *earlier, use_reentrant=False)
+                made += (checkpoint(self._depth, *read, use_reentrant=False),)
             else:
-                features_BWH, *new = self._depth(*read, *earlier)
-            earlier += new
-            yield features_BWH
+                made += (self._depth(*read),)
+            yield made[-1].features_BWH
 
     def _depth(
         self,
@@ -160,14 +168,17 @@ class FeatureHead(nn.Module):
         features_BWH: Tensor,
         mask: Unrolling,
         positions_BW: Tensor,
-        *earlier: Tensor,
-    ) -> Sequence[Tensor]:
-        """The features of a depth, its keys and its values. earlier: those of the depths before, in
-        turn.
-        """
+        before: Sequence[Depth],
+    ) -> Depth:
+        """What a depth gives, behind the keys and values of those before it."""
         cache = DynamicCache()
-        if earlier:
-            cache.update(torch.cat(earlier[::2], dim=2), torch.cat(earlier[1::2], dim=2), 0)
+        if before:
+            keys = torch.cat([depth.keys for depth in before], dim=2)
+            cache.update(keys, torch.cat([depth.values for depth in before], dim=2), 0)
         states_BWH = self.states(input_ids_BW, features_BWH, mask, positions_BW, cache)
         layer: Any = cache.layers[0]
-        return states_BWH, layer.keys[:, :, -mask.width :], layer.values[:, :, -mask.width :]
+        return Depth(
+            features_BWH=states_BWH,
+            keys=layer.keys[:, :, -mask.width :],
+            values=layer.values[:, :, -mask.width :],
+        )

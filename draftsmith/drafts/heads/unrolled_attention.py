@@ -121,8 +121,8 @@ class _Joined(torch.autograd.Function):
             of_values.append(share_BNW[..., None] * grad_BNWE)
         return (
             of_q.to(q_BNWE.dtype),
-            _joined(of_keys, k_BKPE),
-            _joined(of_values, v_BKPE),
+            _by_key_head(of_keys, k_BKPE),
+            _by_key_head(of_values, v_BKPE),
             None,
             None,
         )
@@ -134,7 +134,7 @@ def _by_depth(values_BKPE: Tensor, q_BNWE: Tensor) -> list[Tensor]:
     return [repeat_kv(part, queries) for part in values_BKPE.split(q_BNWE.shape[2], dim=2)]
 
 
-def _joined(parts: Sequence[Tensor], like_BKPE: Tensor) -> Tensor:
+def _by_key_head(parts: Sequence[Tensor], like_BKPE: Tensor) -> Tensor:
     """The inverse of `_by_depth` for gradients: those of queries that share a key are added."""
     heads = like_BKPE.shape[1]
     summed = [part.unflatten(1, (heads, -1)).sum(2) for part in parts]
