@@ -46,8 +46,8 @@ class Sampling:
 
 
 def dtype_called(name: object) -> str:
-    """Return our name of a type of weights, which other tools shorten. Raise ValueError for one
-    that is none.
+    """Return our name of a type of weights, which other tools shorten. Raise ValueError for an
+    unknown one.
     """
     given = str(name).lower().removeprefix("torch.")
     called = read_words(__file__)["dtypes"]

@@ -67,5 +67,5 @@ class DoctorConfig(RevisionOptions):
 
     @property
     def reads_nothing(self) -> bool:
-        """Whether the draft is a method without weights, of which no model is read."""
+        """Whether the draft has no weights, so that no model is read."""
         return is_copying(self.draft)
