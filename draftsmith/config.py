@@ -143,8 +143,8 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     intermediate_size: Rare[AtLeast1 | None] = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
-    """Draft only this number of tokens, the most frequent ones in --data, and skip the other output
-    rows.
+    """Draft only this number of tokens, the most frequent ones in --data, then those that the
+    target finds likely, and skip the other output rows.
     """
     data: Rare[list[str]] = field(default_factory=list)
     """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to

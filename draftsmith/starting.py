@@ -30,11 +30,11 @@ from draftsmith.core.ranks import say
 from draftsmith.core.record import RECORD
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading
-from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode.supported_models import ability
 from draftsmith.drafts.draft_vocabulary import (
     check_draft_vocabulary,
-    commonest_tokens,
+    likely_tokens,
     token_counts,
     trim,
     unseen_outside,
@@ -82,7 +82,7 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     whole = min(vocabulary_size(draft), vocabulary_size(target))
     if config.draft_vocab_size not in (None, whole):
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole)
-        ids_D, said = _drafted_tokens(config, config.draft_vocab_size, pair.tokenizer, texts)
+        ids_D, said = _drafted_tokens(config, whole, pair, texts)
         notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}, {said}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
@@ -135,17 +135,22 @@ def in_words(summary: JsonObject) -> list[str]:
 
 
 def _drafted_tokens(
-    config: InitConfig, size: int, tokenizer: Tokenizer, texts: Sequence[Continuation]
+    config: InitConfig, whole: int, pair: LoadedModels, texts: Sequence[Continuation]
 ) -> tuple[Tensor, str]:
-    """Return the commonest tokens of --data, else of the answers, and what is said of them."""
+    """Return the commonest tokens of --data, else of the answers, and what is said of them. If
+    these are few, the target says which others are likely.
+    """
     answers = [(text.prompt_ids, text.output_ids) for text in texts]
     source = "the answers to --prompts"
     if config.data:
-        rows = load_examples(config.data, tokenizer, _BLOCK).rows
+        rows = load_examples(config.data, pair.tokenizer, _BLOCK).rows
         answers = [(row["prompt_ids"], row["response_ids"]) for row in rows]
         source = "--data"
+    size = config.draft_vocab_size
+    assert size is not None
     counts = token_counts(response for _, response in answers)
-    ids_D = torch.tensor(commonest_tokens(counts, size))
+    read = ((*prompt, *response) for prompt, response in answers)
+    ids_D = torch.tensor(likely_tokens(counts, size, pair.target, read, whole))
     return ids_D, f"the commonest of {source}; {unseen_outside(answers, size)}"
 
 

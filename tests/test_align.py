@@ -32,6 +32,7 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.settings import ResolvedSampling, Sampling
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.directory_status import status
+from draftsmith.drafts.draft_vocabulary import VocabularySize
 from draftsmith.drafts.engine_commands import Support
 from tests.conftest import tiny_tokenizer
 from tests.distilled import write_rows
@@ -515,6 +516,7 @@ def test_choices_follow_what_is_given():
         "fresh_head": True,
         "vocabulary": 49_152,
         "draft_parameters": 4_600_000,
+        "drafted": VocabularySize(tokens=8192, missing=0.01, cost=0.06),
     }
     dear = chosen(**fresh, projection_share=0.2)
     assert dear.train.draft_vocab_size == 8192

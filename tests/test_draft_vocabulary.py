@@ -5,6 +5,7 @@ tests/test_decode_lossless.py.
 import copy
 import json
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,8 +17,12 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
+    commonest_tokens,
     draft_rows,
     draft_vocabulary,
+    fastest_size,
+    likely_tokens,
+    mean_probabilities,
     outside,
     rarest_token,
     read_draft_vocabulary,
@@ -34,7 +39,7 @@ from draftsmith.train.data import load_examples
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.teacher import StoredTeacher
 from draftsmith.train.trainees.lm import LMTrainee
-from tests.tiny_models import DRAFT_VOCAB, random_llama
+from tests.tiny_models import DRAFT_VOCAB, random_llama, tiny_llama
 
 IDS = torch.tensor(DRAFT_VOCAB)
 KEPT = 60
@@ -99,6 +104,37 @@ def test_its_logits_are_the_whole_ones_at_its_tokens(make):
     assert bool((logits[..., others] == -torch.inf).all())
     assert len(trimmed.get_output_embeddings().weight) == len(IDS)
     assert draft_fingerprint(trimmed) != draft_fingerprint(whole)
+
+
+def test_free_places_go_to_what_the_target_finds_likely():
+    counts = Counter({30: 5, 31: 1, 32: 1})
+    assert commonest_tokens(counts, 5) == [0, 1, 30, 31, 32]
+    likely = [0.0] * 40
+    likely[35] = 0.2
+    likely[39] = 0.1
+    assert commonest_tokens(counts, 5, likely) == [30, 31, 32, 35, 39]
+    # What occurs comes first; of equals the likelier.
+    likely[32] = 0.01
+    assert commonest_tokens(counts, 2, likely) == [30, 32]
+    target = tiny_llama(0, vocabulary=40)
+    texts = [[3, 4, 5], [6, 7]]
+    mean_V = mean_probabilities(target, texts)
+    assert float(mean_V.sum()) == pytest.approx(1, abs=1e-5)
+    best = mean_V.clone().index_fill(0, torch.tensor([30, 31, 32]), -1.0).argsort(descending=True)
+    chosen = likely_tokens(counts, 6, target, texts, 40)
+    assert set(chosen) == {30, 31, 32, *best[:3].tolist()}
+    # A draft of fewer tokens drafts none that it lacks.
+    assert max(likely_tokens(counts, 33, target, texts, 33)) == 32
+
+
+def test_the_size_is_where_mass_and_cost_meet():
+    target = tiny_llama(0, vocabulary=40)
+    texts = [[3, 4, 5], [6, 7], [8, 9]]
+    free = fastest_size(target, texts, layers=0.1, projection=0.0)
+    assert (free.tokens, free.cost) == (40, 0.1) and free.missing < 1e-5
+    dear = fastest_size(target, texts, layers=0.1, projection=5.0)
+    assert dear.tokens < 40 and dear.missing > 0
+    assert dear.cost == pytest.approx(0.1 + 5 * dear.tokens / 40)
 
 
 def test_training_keeps_the_commonest_tokens_and_leaves_a_whole_model(

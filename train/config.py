@@ -124,8 +124,8 @@ class TrainConfig(RunOptions, TargetOptions):
     columns.
     """
     draft_vocab_size: Rare[AtLeast1 | None] = None
-    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle,
-    medusa, hydra.
+    """Draft only this many tokens, the most frequent in the responses, then those that the target
+    finds likely; null is all. Not for eagle, medusa, hydra.
     """
     tokenizer: Rare[str | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""

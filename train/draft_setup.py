@@ -21,7 +21,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.ranks import say
+from draftsmith.core.ranks import from_main, say
 from draftsmith.core.record import RECORD
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.drafts.draft_vocabulary import (
@@ -30,6 +30,7 @@ from draftsmith.drafts.draft_vocabulary import (
     check_draft_vocabulary,
     commonest_tokens,
     draft_vocabulary,
+    likely_tokens,
     outside,
     rarest_token,
     read_draft_vocabulary,
@@ -84,7 +85,7 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         if config.kind not in ("medusa", "hydra"):
             options["seed"] = config.seed
         if config.kind in VOCABULARY_KINDS:
-            options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), training)
+            options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), target, training)
         if config.kind in BLOCK_KINDS:
             options["mask_token_id"] = rarest_token(
                 training.response_counts, borrow(target).embedding_weight
@@ -158,7 +159,7 @@ def _with_draft_vocabulary(
     whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
     ids_D = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
     if ids_D is None:
-        ids = _draft_vocab(config, whole, training)
+        ids = _draft_vocab(config, whole, target, training)
         ids_D = None if ids is None else torch.tensor(ids)
     elif config.draft_vocab_size is not None:
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole, config.draft)
@@ -167,16 +168,23 @@ def _with_draft_vocabulary(
     return model
 
 
-def _draft_vocab(config: TrainConfig, whole: int, training: Examples) -> list[int] | None:
-    """Return the most frequent tokens of the responses; None for the whole vocabulary."""
+def _draft_vocab(
+    config: TrainConfig, whole: int, target: PreTrainedModel | None, training: Examples
+) -> list[int] | None:
+    """Return the most frequent tokens of the responses, and the likeliest others where these are
+    few; None for the whole vocabulary.
+    """
     size = config.draft_vocab_size
     if size is None or size == whole:
         return None
     check_draft_vocabulary("draft_vocab_size", size, whole)
-    return commonest_tokens(training.response_counts, size)
+    if target is None:
+        return commonest_tokens(training.response_counts, size)
+    texts = (row["prompt_ids"] + row["response_ids"] for row in training.rows)
+    return from_main(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
 
 
-def announce_draft_vocabulary(draft: Draft, heldout: Examples) -> None:
+def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
     """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
     ids_D: Tensor | None = None
     whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
@@ -185,8 +193,12 @@ def announce_draft_vocabulary(draft: Draft, heldout: Examples) -> None:
     elif isinstance(draft, DraftVocabulary) and draft.reduced:
         ids_D = draft.target_ids_D
     if ids_D is not None:
-        lacks = outside(ids_D.tolist(), heldout.response_counts)
-        say(f"train: drafts {len(ids_D):,} of {whole:,} tokens; of the held-out responses {lacks}")
+        ids = ids_D.tolist()
+        lacks = outside(ids, job.heldout.response_counts)
+        say(f"train: drafts {len(ids):,} of {whole:,} tokens; of the held-out responses {lacks}")
+        unseen = sum(not job.training.response_counts[token] for token in ids)
+        if unseen and job.target is not None:
+            say(f"train: {unseen:,} of them occur in no response; the target finds them likeliest")
 
 
 def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:

@@ -260,7 +260,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     source = None if loss is None else loss_digest(loss)
     job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
-        draft_setup.announce_draft_vocabulary(draft, job.heldout)
+        draft_setup.announce_draft_vocabulary(job, draft)
         _announce(job)
     trainee = draft_setup.make_trainee(job, draft)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop

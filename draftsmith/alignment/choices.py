@@ -18,7 +18,6 @@ T = TypeVar("T")
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
-_DRAFT_VOCABULARY = 8192
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
 # Answers written together on a GPU.
@@ -175,8 +174,8 @@ def _general_from(known: Known) -> str | None:
 
 
 def _draft_vocabulary(known: Known) -> int | None:
-    size = min(_DRAFT_VOCABULARY, known.facts.vocabulary // 2)
-    return size if known.fresh_eagle3 else None
+    drafted = known.facts.drafted
+    return drafted.tokens if drafted and known.fresh_eagle3 else None
 
 
 def _rows_per_step(known: Known) -> int:
@@ -279,8 +278,9 @@ CHOICES = (
     Choice(
         "train.draft_vocab_size",
         _draft_vocabulary,
-        "the output projection is {known.facts.projection_share:.0%} of the target; EAGLE-3 drafts "
-        "a part of it",
+        "the output projection is {known.facts.projection_share:.0%} of the target; of its mass "
+        "{known.facts.drafted.missing:.1%} is outside, and a token reads "
+        "{known.facts.drafted.cost:.0%} of the target",
     ),
     Choice("train.rows_per_step", _rows_per_step, "{known.device}"),
     Choice(

@@ -101,8 +101,8 @@ class TrainChoices:
     rows_per_step: Rare[Open[AtLeast1]] = OPEN
     """Sequences per optimizer step, over all processes."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
-    """Draft only this many tokens, the most frequent in the responses; null is all. Not for eagle,
-    medusa, hydra.
+    """Draft only this many tokens, the most frequent in the responses, then those that the target
+    finds likely; null is all. Not for eagle, medusa, hydra.
     """
     heldout_fraction: Rare[Open[OpenShare]] = OPEN
     """Share of the prompts in `data` that are held out if `heldout` is empty."""

@@ -22,7 +22,12 @@ from draftsmith.core.ranks import launched
 from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.own_prompts import user_opening
-from draftsmith.drafts.draft_vocabulary import check_draft_vocabulary, draft_vocabulary
+from draftsmith.drafts.draft_vocabulary import (
+    VocabularySize,
+    check_draft_vocabulary,
+    draft_vocabulary,
+    fastest_size,
+)
 from draftsmith.drafts.engine_commands import Support
 from draftsmith.drafts.load import LoadedModels, load_models
 
@@ -38,7 +43,7 @@ class Facts:
     target's keys and values for one token. fresh_head: whether there is no draft to start from.
     target_read: parameters of the target that a token reads. projection_share, layer_share: the
     share of them in the output projection and in one layer. support: by kind of draft, what each
-    engine does with it.
+    engine does with it. drafted: the draft vocabulary of a fresh EAGLE-3 head, if it is not given.
     """
 
     rows: str
@@ -60,6 +65,7 @@ class Facts:
     projection_share: float = 0.0
     layer_share: float = 0.0
     support: Mapping[str, Sequence[Support]] = field(default_factory=dict)
+    drafted: VocabularySize | None = None
 
 
 def load(config: AlignConfig) -> LoadedModels:
@@ -100,6 +106,9 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
     # hidden size.
     size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
+    drafted = None
+    if _open_vocabulary(config):
+        drafted = fastest_size(target, ids, layers=size / read, projection=projection / read)
     rows = _row_kind(first)
     facts = Facts(
         rows=rows,
@@ -126,8 +135,15 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         projection_share=projection / read,
         layer_share=(read - projection) / text.num_hidden_layers / read,
         support=support_of(config, models),
+        drafted=drafted,
     )
     return facts, prompts
+
+
+def _open_vocabulary(config: AlignConfig) -> bool:
+    """Whether a draft vocabulary is left to choose: that of a fresh EAGLE-3 head."""
+    fresh = config.draft is None and config.kind in (None, "eagle3")
+    return fresh and config.train.draft_vocab_size is None
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:

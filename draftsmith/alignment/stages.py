@@ -192,6 +192,8 @@ def _fresh_head(config: AlignConfig, facts: Facts) -> str:
     size = config.train.draft_vocab_size
     if size is not None:
         head = f"EAGLE-3 head that drafts {size:,} of {facts.vocabulary:,} tokens"
+        if facts.drafted is not None:
+            head += f" (the others have {facts.drafted.missing:.1%} of the target's mass)"
     projection = facts.projection_share * (size or facts.vocabulary) / facts.vocabulary
     cost = facts.draft_parameters / facts.target_read + projection
     least = facts.layer_share + facts.projection_share
