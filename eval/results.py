@@ -5,21 +5,29 @@ results.alpha("jsd", "code", temperature=1.0)["value"]
 results.tau("jsd", "id", tree="chain:4")
 results.to_frame("alpha", "gain").pivot(columns="figure", values="value", index=["draft", "domain",
 "temperature"])
+Results.concat({"demo": "out/demo/eval", "mine": results}, "tau")
 """
 
 import json
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from draftsmith.core.errors import InputError, RequirementError, nearest
 from draftsmith.core.io import read_json_value, write_text_atomic
+from draftsmith.core.options import reason_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import SCHEMA_VERSION, Row
+from draftsmith.eval.schema import SCHEMA_VERSION, ResultsDocument, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
+
+_COLUMNS = list(Row.__annotations__)
 
 
 class Results(ResultsTable):
@@ -38,8 +46,8 @@ class Results(ResultsTable):
 
     @classmethod
     def load(cls, path: str | Path) -> "Results":
-        """Read results.json (or DIR/results.json). Raise InputError if it is missing or of another
-        schema version.
+        """Read results.json (or DIR/results.json). Raise InputError if it is missing, lacks a part
+        or is of another schema version.
         """
         file = Path(path)
         file = file / "results.json" if file.suffix != ".json" else file
@@ -47,6 +55,10 @@ class Results(ResultsTable):
         version = document.get("schema_version") if isinstance(document, dict) else None
         if version != SCHEMA_VERSION:
             raise InputError(f"{file}: made by another version (schema {version}); evaluate again")
+        try:
+            _document_type().validate_python(document)
+        except ValidationError as error:
+            raise InputError(f"{file}: {reason_of(error).line}; evaluate again") from None
         return cls(document, file.parent)
 
     def write(self) -> None:
@@ -88,28 +100,27 @@ class Results(ResultsTable):
 
     def to_frame(self, *figures: str) -> "DataFrame":
         """Return the table as a pandas DataFrame, or the rows of some figures without the columns
-        that are empty there.
+        that are empty there. Raise InputError for a figure that was not measured.
 
         Columns: figure, draft, domain, kind, temperature, tree, verifier, at, part, value, low,
         high, n.
         """
-        # pandas takes half a second to import, and only this needs it.
-        import pandas
+        return _frame(self.document["rows"], figures, _COLUMNS)
 
-        frame = pandas.DataFrame(self.document["rows"], columns=list(Row.__annotations__))
-        if not figures:
-            return frame
-        known = sorted(set(frame["figure"]))
-        for figure in figures:
-            if figure not in known:
-                raise InputError(f"to_frame: no figure {figure!r}; {nearest(figure, known)}")
-        frame = frame[frame["figure"].isin(figures)]
-        frame = frame.reset_index(drop=True)
-        absent = frame.isna().all()
-        empty = [name for name in ("tree", "verifier", "at", "part") if absent[name]]
-        if len(figures) == 1:
-            empty.append("figure")
-        return frame.drop(columns=empty)
+    @classmethod
+    def concat(cls, runs: "Mapping[str, Results | str | Path]", *figures: str) -> "DataFrame":
+        """Return the tables of several evaluations as one DataFrame, as `to_frame` does, with the
+        name of the run in the first column, `run`.
+
+        runs: results, or where to load them, by name. Raise InputError as `load` and `to_frame` do.
+        """
+        if not isinstance(runs, Mapping) or not runs:
+            raise InputError('runs: expected results by name, such as {"demo": results}')
+        rows: list[Mapping[str, object]] = []
+        for name, source in runs.items():
+            results = source if isinstance(source, Results) else cls.load(source)
+            rows += [{"run": name} | row for row in results.document["rows"]]
+        return _frame(rows, figures, ["run", *_COLUMNS])
 
     def plot(self, name: str = "alpha") -> "Figure":
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
@@ -124,3 +135,30 @@ class Results(ResultsTable):
         if figure is None:
             raise InputError(f"plot: {name} was not measured")
         return figure
+
+
+@cache
+def _document_type() -> TypeAdapter[ResultsDocument]:
+    return TypeAdapter(ResultsDocument)
+
+
+def _frame(
+    rows: Sequence[Mapping[str, object]], figures: Sequence[str], columns: Sequence[str]
+) -> "DataFrame":
+    # pandas takes half a second to import, and only this needs it.
+    import pandas
+
+    frame = pandas.DataFrame(rows, columns=columns)
+    if not figures:
+        return frame
+    known = sorted(set(frame["figure"]))
+    for figure in figures:
+        if figure not in known:
+            raise InputError(f"no figure {figure!r}; {nearest(figure, known)}")
+    frame = frame[frame["figure"].isin(figures)]
+    frame = frame.reset_index(drop=True)
+    absent = frame.isna().all()
+    empty = [name for name in ("tree", "verifier", "at", "part") if absent[name]]
+    if len(figures) == 1:
+        empty.append("figure")
+    return frame.drop(columns=empty)

@@ -188,3 +188,38 @@ def test_results_of_another_version_are_refused_in_one_line(tmp_path, text):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(InputError, match="made by another version .*; evaluate again"):
         Results.load(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def written():
+    return json.dumps(made_up({"base": BASE}, BOTH, prompts=2))
+
+
+@pytest.mark.parametrize("part", sorted(ResultsDocument.__required_keys__ - {"schema_version"}))
+def test_results_that_lack_a_part_are_refused_in_one_line(tmp_path, written, part):
+    whole = json.loads(written)
+    del whole[part]
+    (tmp_path / "results.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError) as caught:
+        Results.load(tmp_path)
+    assert str(caught.value) == f"{tmp_path}/results.json: {part}: is missing; evaluate again"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda document: document["rows"][3].pop("value"), "rows.value: is missing"),
+        (lambda document: document.update(rows=None), "rows: must be a valid list, got null"),
+        (lambda document: document.update(models=["base"]), "models: must be a valid dictionary"),
+        (lambda document: document["suites"][0].pop("prompt_hashes"), "suites.prompt_hashes: is"),
+        (lambda document: document["counts"][0].update(per_prompt=1), "counts.per_prompt: must"),
+    ],
+)
+def test_results_with_a_wrong_part_are_refused_in_one_line(door, tmp_path, written, change, reason):
+    whole = json.loads(written)
+    change(whole)
+    (tmp_path / "results.json").write_text(json.dumps(whole))
+    code, _, said = door("eval", "--render", tmp_path)
+    assert code == 2 and said.count("\n") == 1
+    assert f"results.json: {reason}" in said and said.endswith("; evaluate again\n")
+    assert not (tmp_path / "report.html").exists()
