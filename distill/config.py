@@ -10,15 +10,20 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.options import (
     AtLeast1,
     ByContent,
+    Model,
+    NamedPrompts,
     NotIdentity,
     Positive,
     PromptOptions,
+    Prompts,
     Rare,
     RunOptions,
     SamplingOptions,
+    Spec,
     TargetOptions,
     Temperature,
     Text,
+    Url,
     options,
     refuse_unused,
 )
@@ -62,9 +67,9 @@ def magpie(prompts: str) -> int | None:
 class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Let the target answer prompts, and keep its tokens as a distilled set."""
 
-    target: ByContent[str]
+    target: ByContent[Model]
     """The target: a local directory or hub name."""
-    prompts: ByContent[str]
+    prompts: ByContent[Prompts]
     """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as
     owner/name[:split], or prompts that the target writes itself: self:N (N texts from the first
     token on), token:N (from a random token on), magpie:N (N user turns of its chat template).
@@ -77,7 +82,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """The temperature that you will serve with; 0 is greedy. Default: the target's
     generation_config.json, else 1.
     """
-    temperatures: Rare[list[str]] = field(default_factory=list)
+    temperatures: Rare[list[Spec]] = field(default_factory=list)
     """A mixture instead, TEMPERATURE:SHARE each, such as 0.0:0.2 0.7:0.4 1.0:0.4. Every sample
     draws its own.
     """
@@ -103,7 +108,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Where the target runs: `hf` in this process with transformers, `openai` on servers
     (--endpoint), `vllm` in this process with vLLM, `ray` on workers of a Ray cluster.
     """
-    endpoint: NotIdentity[list[str]] = field(default_factory=list)
+    endpoint: NotIdentity[list[Url]] = field(default_factory=list)
     """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted),
     such as http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights.
     """
@@ -133,7 +138,7 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """
     tensor_parallel_size: Rare[NotIdentity[AtLeast1]] = 1
     """GPUs that vLLM splits the target over."""
-    decontaminate: Rare[list[str]] = field(default_factory=list)
+    decontaminate: Rare[list[NamedPrompts]] = field(default_factory=list)
     """Prompt sets of the evaluation, NAME=PROMPTS: skip prompts that share 13 words in a row with
     one of theirs.
     """
@@ -199,11 +204,11 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 class ScoreConfig(TargetOptions):
     """Add the target's distributions to answers that exist: `draftsmith distill --score SET`."""
 
-    score: str
+    score: Prompts
     """The answers: a distilled set, or a .jsonl or .parquet file or hub dataset whose rows have
     `messages` that end with the assistant's answer, or `prompt_ids` and `response_ids`.
     """
-    target: str
+    target: Model
     """The target: a local directory or hub name."""
     out: NotIdentity[Text]
     """The scored set: a directory of part-*.parquet and manifest.json, for `train --data`."""

@@ -8,16 +8,22 @@ from draftsmith.core.io import check_out
 from draftsmith.core.options import (
     AtLeast1,
     Device,
+    Directory,
+    Model,
     NotIdentity,
     Out,
+    OutFile,
     PromptOptions,
+    Prompts,
     Rare,
     RunOptions,
     SamplingOptions,
     Seed,
+    Spec,
     TargetOptions,
     Temperature,
     Text,
+    Url,
     options,
     refuse_unused,
 )
@@ -33,16 +39,17 @@ Named = NotIdentity[str | None]
 class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     """Generate with a target and a draft. A lossless verifier keeps the target's distribution."""
 
-    target: NotIdentity[str]
+    target: NotIdentity[Model]
     """The target: a local directory or hub name."""
-    draft: NotIdentity[list[str]] = field(default_factory=list)
-    """A draft model (local directory or hub name), several of them, a head (local directory), or
-    `mtp`, the multi-token-prediction layer in the target's own checkpoint."""
-    proposer: Named = None
-    """What drafts; --help=all lists them. prompt_lookup with --draft: lookup, and the draft where
-    it finds nothing. Default: what --draft is, else none (the target alone).
+    draft: NotIdentity[list[Model]] = field(default_factory=list)
+    """A draft model (local directory or hub name), several of them, a head, `mtp` (the layer for
+    multi-token prediction in the target's own checkpoint), a method without weights
+    (prompt_lookup, lookahead, retrieval:FILE), or prompt_lookup+DRAFT: lookup, and the draft where
+    it finds nothing.
     """
-    tree: Named = None
+    proposer: Named = None
+    """What drafts; --help=all lists them. Default: what --draft is, else none: the target alone."""
+    tree: NotIdentity[Spec | None] = None
     """Tree to draft per step. 4 is chain:4; chain is as deep as the heads or block of a
     draft. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
     Default: chain:4 (fewer for fewer heads); lookahead has its own."""
@@ -50,7 +57,7 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     """Rule that says which drafted tokens stay. Default: speculative on a chain, mcsd on
     a tree, specinfer for several drafts together, exact where nothing is drawn.
     """
-    datastore: Rare[Named] = None
+    datastore: Rare[NotIdentity[Prompts | None]] = None
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft
     from.
     """
@@ -58,9 +65,9 @@ class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
     """A text to continue; to a target with a chat template it is what the user says."""
     raw: Rare[bool] = False
     """Continue --prompt as it is, without the chat template."""
-    prompts: Named = None
+    prompts: NotIdentity[Prompts | None] = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
-    out: NotIdentity[Out | None] = None
+    out: NotIdentity[OutFile | None] = None
     """Write one JSON object per output to this .jsonl file; a killed run then continues."""
     num_samples: Rare[AtLeast1] = 1
     """Outputs per prompt."""
@@ -128,11 +135,11 @@ _READ_BY = {"donor": "transplant", "intermediate_size": "prune"}
 class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Make a draft for a target: cut out of it, or moved from another model."""
 
-    target: str
+    target: Model
     """The target: a local directory or hub name."""
     method: Literal["prune", "transplant"]
     """prune: layers of the target. transplant: --donor with the target's vocabulary."""
-    donor: str | None = None
+    donor: Model | None = None
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
     """prune, transplant: number of layers to keep. Default: a quarter for prune, all for
@@ -146,11 +153,11 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Draft only this number of tokens, the most frequent ones in --data, then those that the
     target finds likely, and skip the other output rows.
     """
-    data: Rare[list[str]] = field(default_factory=list)
+    data: Rare[list[Prompts]] = field(default_factory=list)
     """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to
     --prompts.
     """
-    prompts: str | None = None
+    prompts: Prompts | None = None
     """Prompts that you will serve, for alpha and for what prune measures: a .jsonl or .parquet
     file, or a hub dataset as owner/name[:split].
     """
@@ -183,13 +190,13 @@ class ServedConfig(TargetOptions, PromptOptions):
     is less.
     """
 
-    target: str
+    target: Model
     """The target: a local directory or hub name."""
-    draft: str
+    draft: Model
     """The draft, as it was trained: a local directory or hub name."""
-    served: Text
+    served: Url
     """Address of the vLLM, SGLang or llama.cpp server; nobody else may use it meanwhile."""
-    prompts: str
+    prompts: Prompts
     """Prompts to send: a .jsonl or .parquet file, or a hub dataset."""
     temperature: Temperature | None = None
     """Default: requests leave it to the server, and the prediction follows the target's
@@ -203,7 +210,7 @@ class ServedConfig(TargetOptions, PromptOptions):
 class StatusConfig:
     """Say what a directory holds, whether it is finished, and how to go on."""
 
-    directory: Text
+    directory: Directory
     """The directory, or one that holds several."""
 
 

@@ -138,8 +138,8 @@ def _check_proposer(proposer: str, kinds: Mapping[str, str], datastore: bool) ->
     if needs not in ("models", "head"):
         if kinds and proposer != "none":
             raise InputError(
-                f"draft: --proposer {proposer} does not read --draft; leave it out, or take "
-                "--proposer prompt_lookup, which drafts before it"
+                f"draft: --proposer {proposer} does not read --draft; leave it out, or "
+                "write --draft prompt_lookup+DRAFT, which looks up first"
             )
         return
     wanted = "draft" if needs == "models" else PROPOSERS[proposer].usual or proposer

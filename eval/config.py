@@ -13,12 +13,18 @@ from draftsmith.core.io import check_out
 from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
+    Directory,
+    Model,
+    NamedModel,
+    NamedPrompts,
     NotIdentity,
-    Out,
+    OutFile,
     PromptOptions,
+    Prompts,
     Rare,
     RunOptions,
     SamplingOptions,
+    Spec,
     TargetOptions,
     Temperature,
     options,
@@ -26,16 +32,18 @@ from draftsmith.core.options import (
 )
 from draftsmith.core.settings import Quantize
 
-Named = Annotated[list[str], Field(min_length=1)]
+Drafts = Annotated[list[NamedModel], Field(min_length=1)]
+Named = Annotated[list[NamedPrompts], Field(min_length=1)]
+Trees = Annotated[list[Spec], Field(min_length=1)]
 
 
 @options
 class RenderConfig:
     """Draw the report of an evaluation again."""
 
-    render: str
+    render: Directory
     """Directory of the evaluation. Reads results.json, writes report.html and plots/."""
-    require: list[str] = field(default_factory=list)
+    require: list[Spec] = field(default_factory=list)
     """Requirements to check, as in an evaluation."""
 
 
@@ -43,7 +51,7 @@ class RenderConfig:
 class TimeAgainConfig:
     """Time an evaluation again, on a machine that is quiet now."""
 
-    time_again: str
+    time_again: Directory
     """Directory of the evaluation. All its measurements but the timings are kept."""
 
 
@@ -51,9 +59,9 @@ class TimeAgainConfig:
 class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
 
-    target: str
+    target: Model
     """Target model: a local directory or hub name."""
-    draft: Named
+    draft: Drafts
     """Drafts to compare, each MODEL or NAME=MODEL: a language model, a head,
     `mtp` (the target's own MTP layer), or a method without weights: prompt_lookup, lookahead,
     retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup, and the model
@@ -63,7 +71,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local
     rows of the suite.
     """
-    ood: list[str] = field(default_factory=list)
+    ood: list[NamedPrompts] = field(default_factory=list)
     """Prompt sets out of distribution, written as for `id`."""
     base: str | None = None
     """Draft to compare the others with. Default: the first with weights."""
@@ -71,7 +79,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
         default_factory=lambda: [0.0, 1.0]
     )  # type: ignore[assignment]
     """Temperatures to measure at; the report leads with the highest."""
-    tree: Named = field(default_factory=lambda: ["chain:4"])
+    tree: Trees = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
     auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
     alpha and predictions only.
@@ -104,7 +112,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Turn warnings into errors: shared or trained-on prompts, oversized drafts (exit code 2),
     timings of a busy machine (exit code 1).
     """
-    require: list[str] = field(default_factory=list)
+    require: list[Spec] = field(default_factory=list)
     """Requirements, such as "alpha[code] >= 0.4", "gain[id] > 0" or "speedup[code T=0 draft=jsd] >
     1". They are judged on 95 % bounds: the low one for > and >=, the high one for < and <=. If the
     brackets omit the prompt set, temperature, tree or draft, all must meet it (drafts but the
@@ -127,16 +135,16 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
 class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Find the tree with which a draft is fastest on this machine, and confirm it by the clock."""
 
-    target: str
+    target: Model
     """Target model: a local directory or hub name."""
-    draft: str
+    draft: Model
     """Draft: a language model or a head; or, with --out, prompt_lookup, lookahead,
     retrieval:FILE (FILE as --datastore of decode), or prompt_lookup+DRAFT: lookup, and the draft
     where it finds nothing.
     """
-    prompts: str
+    prompts: Prompts
     """Prompts like those that you will serve."""
-    out: NotIdentity[Out | None] = None  # type: ignore[assignment]
+    out: NotIdentity[OutFile | None] = None  # type: ignore[assignment]
     """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json
     in the draft's directory, which `--tree auto` reads.
     """

@@ -70,13 +70,10 @@ def decode_options(model: ModelRow, tree: str) -> list[str]:
     """Return the options of `decode` that draft this tree as a draft of an evaluation or a plan
     does.
     """
-    kind = model["kind"]
-    if model["parameters"]:
-        options = ["--draft", model["name"]]
-        if kind.startswith(JOINED):
-            options += ["--proposer", "prompt_lookup"]
-    else:
-        options = ["--proposer", kind]
-        if kind == "retrieval":
-            options += ["--datastore", model["name"]]
+    source = model["name"]
+    if not model["parameters"]:
+        source = f"retrieval:{source}" if model["kind"] == "retrieval" else model["kind"]
+    elif model["kind"].startswith(JOINED):
+        source = JOINED + source
+    options = ["--draft", source]
     return options if tree == OWN_TREE else [*options, "--tree", tree]

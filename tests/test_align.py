@@ -25,7 +25,7 @@ from draftsmith.alignment.config import (
 from draftsmith.alignment.engines import in_words, support_of
 from draftsmith.alignment.facts import Facts, load
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
-from draftsmith.alignment.stage_configs import eval_config, general_config, train_config
+from draftsmith.alignment.stage_configs import eval_config, general_config, stages_of, train_config
 from draftsmith.alignment.stages import _resumed, _write
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
@@ -620,6 +620,13 @@ def test_options_of_a_stage_reach_it(draft_dir):
     # Where nothing is decoded, nothing is timed.
     undecoded, _ = complete(replace(config, eval=EvalChoices(tree=["none"])), facts())
     assert eval_config(undecoded).speed_prompts == 0
+    # One option tracks both stages.
+    stages = stages_of(replace(whole, tracker="wandb"))
+    assert {one.tracker for one in (kept, stages.evaluation, *stages.training.values())} == {
+        "none",
+        "wandb",
+    }
+    assert stages.evaluation.tracker == "wandb"
 
 
 def test_names_of_drafts_say_their_objective():

@@ -354,7 +354,7 @@ FAMILIES = [
         "speculative",
     ),
     (
-        "--proposer prompt_lookup --draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6",
+        "--draft prompt_lookup+{eagle} --tree eagle2:depth=3,beam=2,nodes=6",
         "prompt_lookup+eagle",
         "eagle2:depth=3,beam=2,nodes=6",
         "exact",
@@ -365,9 +365,9 @@ FAMILIES = [
         "kary:2,2",
         "mcsd",
     ),
-    ("--proposer lookahead", "lookahead", "its own", "exact"),
+    ("--draft lookahead", "lookahead", "its own", "exact"),
     (
-        "--proposer retrieval --datastore {datastore} --tree kary:2,2",
+        "--draft retrieval:{datastore} --tree kary:2,2",
         "retrieval",
         "kary:2,2",
         "exact",
@@ -525,8 +525,10 @@ REFUSED = [
     (
         "--proposer lookahead --draft {draft}",
         "lookahead does not read --draft",
-        "--proposer prompt_lookup",
+        "--draft prompt_lookup+DRAFT",
     ),
+    ("--draft prompt_lookup+{draft} {draft}", "drafts by itself", "give no other --draft"),
+    ("--draft prompt_lookup --proposer lookahead", "drafts by itself", "give no other --draft"),
     ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
     (
         "--draft {draft} --tree eagle2 --verifier greedy",

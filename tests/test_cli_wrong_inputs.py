@@ -52,7 +52,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--draft {draft} --tree chain:0", "chain:0"),
         ("--draft {draft} --tree kary:2 --verifier speculative", "is valid on chains only"),
         ("--draft {draft} --proposer draught", "did you mean draft?"),
-        ("--draft promptlookup", "did you mean --proposer prompt_lookup?"),
+        ("--draft promptlookup", "did you mean prompt_lookup?"),
         ("--draft {pair}", "is no model itself; it holds {draft}: name one"),
         ("--tree chain:4", "add --draft"),
         ("--draft {prompts}", "is a file"),
@@ -111,9 +111,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--data {prompts} --kind eagl", "eagle"),
         ("--data {prompts} --kind eagle-3", "; that is eagle3"),
         ("--config {prompts}", "holds rows, not options; --data or --prompts takes it"),
-        ("--data {prompts} --temperature 2", "temperature: is not read: `ce` has none"),
+        ("--data {prompts} --loss_temperature 2", "loss_temperature: is not read: `ce` has none"),
         ("--data {prompts} --head.features_gib 2", "head.features_gib: is not read: it limits"),
         ("--data {prompts} --optim.muon_lr 0.1", "optim.muon_lr: is not read"),
+        ("--data {prompts} --bf16", "did you mean --precision=bf16?"),
         ("--data {prompts} --lrr 3", "did you mean --optim.lr?"),
         ("--data {prompts} --zzzz 3", "--help=all lists them"),
         ("--data {prompts} --head.draft_vocab_size 9", "did you mean --draft_vocab_size?"),
@@ -266,7 +267,7 @@ def test_names_of_other_tools_lead_to_options_that_there_are():
     }
     keys.add(".config")
     for ours in meant().values():
-        for name in ours:
+        for name in (each.partition("=")[0] for each in ours):
             assert any(key.endswith(f".{name}") for key in keys), name
     text = Path(option_names.__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     names = [name for theirs in yaml.safe_load(text).values() for name in theirs.split()]

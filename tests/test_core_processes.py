@@ -367,6 +367,6 @@ def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warn
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
     assert [launcher_request() for _ in range(2)] == ["single", "single"]
     assert capsys.readouterr().err.splitlines() == [
-        "warning: ignoring the launcher's dynamo_backend; set `compile` instead",
+        "warning: ignoring the launcher's dynamo_backend; set `torch_compile` instead",
         "warning: ignoring the launcher's megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
     ]

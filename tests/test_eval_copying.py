@@ -194,10 +194,10 @@ def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
 @pytest.mark.parametrize(
     ("draft", "words"),
     [
-        ("lookup", "--proposer prompt_lookup --tree"),
-        ("found", "--proposer retrieval --datastore {found} --tree"),
-        ("ahead", "--proposer lookahead --verifier exact"),
-        ("both", "--draft {mine} --proposer prompt_lookup --tree"),
+        ("lookup", "--draft prompt_lookup --tree"),
+        ("found", "--draft retrieval:{found} --tree"),
+        ("ahead", "--draft lookahead --verifier exact"),
+        ("both", "--draft prompt_lookup+{mine} --tree"),
     ],
 )
 def test_the_command_that_decodes_with_it_names_the_method(results, draft, words):

@@ -229,10 +229,10 @@ def test_a_plan_is_written_beside_the_draft_and_used(
 @pytest.mark.parametrize(
     ("source", "options", "in_time", "trees", "skipped"),
     [
-        ("prompt_lookup", "--proposer prompt_lookup", True, 3, 0),
-        ("prompt_lookup+{draft}", "--draft {draft} --proposer prompt_lookup", False, 1, 13),
-        ("retrieval:{store}", "--proposer retrieval --datastore {store}", True, 3, 0),
-        ("lookahead", "--proposer lookahead", True, 1, 0),
+        ("prompt_lookup", "--draft prompt_lookup", True, 3, 0),
+        ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", False, 1, 13),
+        ("retrieval:{store}", "--draft retrieval:{store}", True, 3, 0),
+        ("lookahead", "--draft lookahead", True, 1, 0),
     ],
 )
 def test_what_copies_is_timed_not_predicted(

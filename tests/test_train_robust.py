@@ -192,7 +192,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
     [
         "--gradient_checkpointing",
         pytest.param(
-            "--compile",
+            "--torch_compile",
             marks=[
                 pytest.mark.slow,
                 pytest.mark.skipif(

@@ -10,13 +10,18 @@ from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
+    Directory,
+    File,
+    Model,
     NonNegative,
     NotIdentity,
     OpenShare,
     Positive,
+    Prompts,
     Rare,
     RunOptions,
     ShareBelow1,
+    Spec,
     TargetOptions,
     options,
     refuse_unused,
@@ -95,7 +100,7 @@ class HeadOptions:
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
     window: Rare[AtLeast1 | None] = None
     """Block drafters: how far back a token attends; null is without limit."""
-    features: Rare[NotIdentity[str | None]] = None
+    features: Rare[NotIdentity[Directory | None]] = None
     """Directory that caches the target's hidden states. null: compute them in every epoch."""
     features_gib: Rare[Positive | None] = None
     """Limit of that directory, GiB; 16."""
@@ -105,21 +110,21 @@ class HeadOptions:
 class TrainConfig(RunOptions, TargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
-    data: ByContent[Annotated[list[str], Field(min_length=1)]]
+    data: ByContent[Annotated[list[Prompts], Field(min_length=1)]]
     """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end
     with an answer.
     """
     kind: DraftKind = "lm"
     """What to train: a language model, or a head on the target's hidden states."""
-    draft: ByContent[str | None] = None
+    draft: ByContent[Model | None] = None
     """Weights to start from: a directory or hub name. A head without it starts fresh; `mtp` is the
     target's own MTP layer.
     """
-    draft_config: Rare[str | None] = None
+    draft_config: Rare[File | None] = None
     """A Hugging Face config.json. Alone: a fresh model of that shape. With `draft`: the shape it
     must have.
     """
-    target: ByContent[str | None] = None
+    target: ByContent[Model | None] = None
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher
     columns.
     """
@@ -127,22 +132,22 @@ class TrainConfig(RunOptions, TargetOptions):
     """Draft only this many tokens, the most frequent in the responses, then those that the target
     finds likely; null is all. Not for eagle, medusa, hydra.
     """
-    tokenizer: Rare[str | None] = None
+    tokenizer: Rare[Model | None] = None
     """Tokenizer for rows of text, saved with the draft. Default: the target's, else the draft's."""
     thinking: Rare[Literal["keep", "drop"]] = "keep"
     """Of chats in files. `keep`: train the answers' thinking too; an answer whose thinking the chat
     template does not write is skipped. `drop`: train the answers without it, with the template's
     switch off.
     """
-    objective: str = "ce"
+    objective: Spec = "ce"
     """ce, fkl, rkl, jsd:beta=0.5, tvd, tvd_pp, lk_alpha, lk_hybrid:eta=3; or a sum such as
     `0.9*fkl+0.1*ce`. For block drafters, `@dpace` may follow.
     """
-    temperature: Rare[Positive] = 1.0
+    loss_temperature: Rare[Positive] = 1.0
     """Divides the logits of draft and target in the objective; `ce` and the reported alpha ignore
     it.
     """
-    heldout: Rare[ByContent[list[str]]] = field(default_factory=list)
+    heldout: Rare[ByContent[list[Prompts]]] = field(default_factory=list)
     """Held-out data, same kinds as `data`. Default: `heldout_fraction` of the prompts in `data`."""
     heldout_fraction: Rare[OpenShare] = 0.05
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
@@ -152,7 +157,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """
     packing: Rare[bool] = False
     """Pack several documents into each row of `max_length` tokens; `batch_size` counts rows."""
-    replay: ByContent[list[str]] = field(default_factory=list)
+    replay: ByContent[list[Prompts]] = field(default_factory=list)
     """General data to mix in, same kinds as `data`, so that the draft keeps its acceptance in other
     domains.
     """
@@ -171,7 +176,7 @@ class TrainConfig(RunOptions, TargetOptions):
     """Optimizer steps; overrides `epochs`."""
     gradient_checkpointing: Rare[NotIdentity[bool]] = False
     """Recompute the draft's activations in the backward: less memory, more time."""
-    compile: NotIdentity[Rare[bool]] = False
+    torch_compile: NotIdentity[Rare[bool]] = False
     """torch.compile every layer of the draft; worth it on GPUs, needs a C compiler on CPUs."""
     eval_every: Rare[AtLeast1] = 100
     """Steps between held-out evaluations, which select the best weights by alpha, or without a
@@ -198,9 +203,9 @@ class TrainConfig(RunOptions, TargetOptions):
     """
 
     def __post_init__(self) -> None:
-        objective = parse_objective(self.objective, self.temperature)
+        objective = parse_objective(self.objective, self.loss_temperature)
         head = self.kind != "lm"
-        for key in ("draft_config", "compile"):
+        for key in ("draft_config", "torch_compile"):
             if head and getattr(self, key):
                 raise InputError(f"{key}: is for kind lm, not {self.kind}")
         if self.gradient_checkpointing and self.kind not in ("lm", *_UNROLLED_KINDS):
@@ -237,7 +242,7 @@ class TrainConfig(RunOptions, TargetOptions):
             if wrong:
                 raise InputError(f"{key}: {reason}")
         if not objective.needs_target:
-            refuse_unused(self, {"temperature": "`ce` has none"})
+            refuse_unused(self, {"loss_temperature": "`ce` has none"})
         if self.head.features is None:
             refuse_unused(self.head, {"features_gib": "it limits head.features"}, "head.")
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}

@@ -219,7 +219,7 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
     trainee = TRAINEES["lm"](draft, job.objective, job.target, **given)
     if config.gradient_checkpointing:
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if config.compile:
+    if config.torch_compile:
         for module in parallel.repeated_layers(draft) or [draft]:
             module.compile(dynamic=True)
     return trainee

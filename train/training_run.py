@@ -239,9 +239,9 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     """Load target, tokenizer, data and draft, check that they fit, and put the draft into its
     trainee.
     """
-    objective = parse_objective(config.objective, config.temperature)
+    objective = parse_objective(config.objective, config.loss_temperature)
     if loss is not None:
-        objective = custom_objective(loss, config.temperature)
+        objective = custom_objective(loss, config.loss_temperature)
     check_tracker(config.tracker)
     world = make_world(config)
     config = replace(config, optim=_with_name(config, zero=world.zero))

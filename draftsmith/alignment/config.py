@@ -13,16 +13,19 @@ from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
+    Model,
+    NamedPrompts,
     NotIdentity,
     OpenShare,
     Positive,
+    Prompts,
     Rare,
     RunOptions,
     Share,
     ShareBelow1,
+    Spec,
     TargetOptions,
     Temperature,
-    Text,
     TopP,
     options,
     refuse_unused,
@@ -135,7 +138,7 @@ class EvalChoices:
 
     temperature: Open[Annotated[list[Temperature], Field(min_length=1)]] = OPEN
     """Temperatures to measure at; the report leads with the highest."""
-    tree: Rare[Open[Annotated[list[str], Field(min_length=1)]]] = OPEN
+    tree: Rare[Open[Annotated[list[Spec], Field(min_length=1)]]] = OPEN
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
     auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
     alpha and predictions only.
@@ -158,19 +161,19 @@ class AlignConfig(TargetOptions, RunOptions):
     Shorter: a smaller distill.max_prompts, train.steps or eval.max_prompts, or policy id.
     """
 
-    target: ByContent[str]
+    target: ByContent[Model]
     """The target: a local directory or hub name."""
-    prompts: ByContent[str]
+    prompts: ByContent[Prompts]
     """Prompts that you will serve: a .jsonl or .parquet file, or hub dataset as
     owner/name[:split].
     """
-    draft: ByContent[Text | None] = None
+    draft: ByContent[Model | None] = None
     """The draft to start from: a language model, or a head. Without one, train a fresh head."""
     kind: Open[DraftKind] = OPEN
     """What to train without --draft. Default: what engines take."""
     init: Literal["prune"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method prune` does."""
-    objective: Annotated[list[str], Field(min_length=1)] = field(
+    objective: Annotated[list[Spec], Field(min_length=1)] = field(
         default_factory=lambda: ["jsd:beta=0.5"]
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
@@ -181,13 +184,13 @@ class AlignConfig(TargetOptions, RunOptions):
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
-    id: ByContent[list[str]] = field(default_factory=list)
-    """Prompt sets in distribution, PROMPTS or NAME=PROMPTS. Default: part of --prompts, held out of
+    id: ByContent[list[NamedPrompts]] = field(default_factory=list)
+    """Prompt sets in distribution, written as for `eval`. Default: part of --prompts, held out of
     training.
     """
-    ood: ByContent[list[str]] = field(default_factory=list)
-    """Prompt sets out of distribution, PROMPTS or NAME=PROMPTS: domains that the draft is not
-    aligned on.
+    ood: ByContent[list[NamedPrompts]] = field(default_factory=list)
+    """Prompt sets out of distribution: domains that the draft is not aligned on, each PROMPTS,
+    NAME=PROMPTS, @SUITE or @SUITE:FILE.
     """
     heldout_prompts: Rare[AtLeast1 | None] = None
     """Number of --prompts to hold out if --id is empty."""
@@ -199,6 +202,10 @@ class AlignConfig(TargetOptions, RunOptions):
     """Some options of `draftsmith train`; for the others run it by itself."""
     eval: EvalChoices = field(default_factory=EvalChoices)
     """Some options of `draftsmith eval`; for the others run it by itself."""
+    tracker: Rare[NotIdentity[Literal["none", "wandb"]]] = "none"
+    """wandb: log training and evaluation to Weights & Biases, in the project WANDB_PROJECT, else
+    draftsmith (offline with WANDB_MODE=offline).
+    """
     push_to_hub: NotIdentity[Rare[str | None]] = None
     """Upload the best aligned draft to this model on the hub, owner/name, with the token in
     HF_TOKEN. A new model is private.

@@ -135,6 +135,7 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
         replay=[str(out / "general")] if replayed else [],
         accumulation=rows // batch,
         head=head,
+        tracker=config.tracker,
         seed=config.seed + 1 + config.objective.index(objective),
     )
 
@@ -179,5 +180,6 @@ def eval_config(config: AlignConfig) -> EvalConfig:
         top_k=config.distill.top_k,
         min_p=config.distill.min_p,
         prompt_tokens=config.prompt_tokens,
+        tracker=config.tracker,
         seed=config.seed + 1 + len(config.objective),
     )

@@ -32,7 +32,13 @@ from draftsmith.decode.native import missing_kernel
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.detokenizer import Detokenizer, Piece
 from draftsmith.drafting import choose_method, planned_without_a_draft
-from draftsmith.drafts.draft_sources import near_weightless
+from draftsmith.drafts.draft_sources import (
+    check_sources,
+    copies_first,
+    is_copying,
+    is_joined,
+    model_of,
+)
 from draftsmith.drafts.load import draft_kind, other_targets
 from draftsmith.pair import Decoding, Output, Pair, load_pair
 
@@ -100,11 +106,9 @@ def _say(line: str) -> None:
 
 def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     """Return the pair and its decoder. Refuse before a model is loaded what options show wrong."""
+    config = _with_proposer(config)
     kinds = {}
     for name in config.draft:
-        # Else a path that does not exist would be looked up on the hub.
-        if near := near_weightless(name):
-            raise InputError(f"--draft {name}: has no weights; did you mean --proposer {near}?")
         kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree
     method = choose_method(
@@ -140,6 +144,24 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     if tree == "chain" and (chosen := decoding.method) is not None:
         _say(f"--tree chain: drafts {chosen.tree}, which suits {chosen.proposer}")
     return pair, decoding
+
+
+def _with_proposer(config: DecodeConfig) -> DecodeConfig:
+    """Read `--draft` as `eval --draft` does: a method without weights, or lookup before a draft, is
+    a proposer.
+    """
+    # Else a path that does not exist would be looked up on the hub.
+    check_sources(name for name in config.draft if not is_copying(name))
+    copying = [name for name in config.draft if copies_first(name)]
+    if not copying:
+        return config
+    source = copying[0]
+    if len(config.draft) > 1 or config.proposer is not None:
+        raise InputError(f"--draft {source}: drafts by itself; give no other --draft or --proposer")
+    if is_joined(source):
+        return dataclasses.replace(config, draft=[model_of(source)], proposer="prompt_lookup")
+    kind, _, file = source.partition(":")
+    return dataclasses.replace(config, draft=[], proposer=kind, datastore=file or config.datastore)
 
 
 def _planned(config: DecodeConfig) -> str | None:

@@ -216,7 +216,7 @@ def parser(
             text += f" (default: {option.default_text})"
         groups[section].add_argument(
             f"--{option.key}",
-            metavar=option.metavar,
+            metavar=(option.metavar, "") if option.many else option.metavar,
             help=text.replace("%", "%%") if everything or not option.rare else argparse.SUPPRESS,
             choices=[*option.choices, *["null"] * option.nullable] if option.choices else None,
             **_words_of(option),
@@ -235,8 +235,9 @@ def parser(
         "--json", action="store_true", help="End standard output with one JSON object, the summary."
     )
     hidden = sum(option.rare for option in table)
-    more = f"; --help=all lists {hidden} more." if hidden else "."
-    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=f"Show this{more}")
+    more = f"; --help=all lists {hidden} more" if hidden else ""
+    text = f"Show this{more}. Names may have - for _."
+    common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
     return arguments
 
 

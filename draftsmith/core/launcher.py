@@ -38,7 +38,7 @@ _FSDP = "ACCELERATE_USE_FSDP"
 _HIDDEN_FSDP = "DRAFTSMITH_USE_FSDP"
 # Variables with which accelerate would compile twice, or fail.
 _UNSUPPORTED = {
-    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `compile` instead",
+    "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `torch_compile` instead",
     "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config; use DDP, DeepSpeed or FSDP instead",
 }

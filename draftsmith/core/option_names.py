@@ -36,9 +36,10 @@ def _nearest_options(key: str, known: Sequence[str]) -> list[str]:
     if same := [name for name in known if _last(name) == last]:
         return difflib.get_close_matches(key, same, n=1) if "." in key else same
     for ours in meant().get(last, ()):
-        if ours in known:
+        key, _, _ = ours.partition("=")
+        if key in known:
             return [ours]
-        if inner := [name for name in known if name.endswith(f".{ours}")]:
+        if inner := [name for name in known if name.endswith(f".{key}")]:
             return inner
     if last in meant():
         return []

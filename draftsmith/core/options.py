@@ -34,7 +34,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import chain
@@ -112,7 +112,25 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Temperature = Annotated[NonNegative, AfterValidator(_temperature)]
 TopP = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
-Out = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What stands for a value in the help."""
+
+    metavar: str
+
+
+Url = Annotated[Text, Shown("URL")]
+Spec = Annotated[str, Shown("SPEC")]
+File = Annotated[str, Shown("FILE")]
+Directory = Annotated[Text, Shown("DIR")]
+Model = Annotated[Text, Shown("PATH|HUB")]
+NamedModel = Annotated[str, Shown("NAME=PATH")]
+Prompts = Annotated[str, Shown("FILE|HUB")]
+NamedPrompts = Annotated[str, Shown("NAME=PATH")]
+Out = Annotated[Text, AfterValidator(os.path.expanduser), Shown("DIR")]
+OutFile = Annotated[Text, AfterValidator(os.path.expanduser), Shown("FILE")]
 Device = Annotated[str, AfterValidator(device_called)]
 Dtype = Annotated[str, AfterValidator(dtype_called)]
 
@@ -208,7 +226,7 @@ class ModelOptions(CodeOptions):
 class TargetOptions(ModelOptions, RevisionOptions):
     """How models are loaded."""
 
-    chat_template: Rare[str | None] = None
+    chat_template: Rare[File | None] = None
     """Jinja file with a chat template, in place of the one in the target's tokenizer."""
     date: Rare[NotIdentity[Date | None]] = None
     """For a chat template that prints the date: YYYY-MM-DD. Default: that of the run, set or draft
@@ -251,7 +269,7 @@ class RunOptions:
     out: NotIdentity[Out]
     """Directory to write."""
     seed: Seed = 0
-    """Base seed. Each output derives its own seed from it."""
+    """Seed of all that is drawn: sampled tokens, the order of rows, fresh weights."""
 
 
 @dataclass(frozen=True)
@@ -269,6 +287,7 @@ class Option:
     rare: bool
     identity: bool
     by_content: bool
+    shown: str = "TEXT"
 
     @property
     def nullable(self) -> bool:
@@ -294,7 +313,7 @@ class Option:
     def metavar(self) -> str:
         """What stands for its value in the help."""
         names: dict[object, str] = {int: "N", float: "F", bool: "true|false"}
-        return "|".join(self.choices) or names.get(self.item, "TEXT")
+        return "|".join(self.choices) or names.get(self.item, self.shown)
 
     @property
     def default_text(self) -> str:
@@ -347,7 +366,18 @@ def _walk(
                     rare=is_rare,
                     identity=is_identity,
                     by_content=by_content,
+                    shown=_shown([*field.metadata, group]),
                 )
+
+
+def _shown(parts: Iterable[object]) -> str:
+    """What a mark in a type says that stands for its values in the help."""
+    for part in parts:
+        if isinstance(part, Shown):
+            return part.metavar
+        if (shown := _shown(typing.get_args(part))) != "TEXT":
+            return shown
+    return "TEXT"
 
 
 def _is_group(hint: object) -> typing.TypeGuard[type]:

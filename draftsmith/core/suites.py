@@ -128,9 +128,8 @@ def load_suite(name: str) -> SuiteSource:
         raise InputError(
             f"@{name}: stands for {len(members)} suites; name one, such as @{members[0]}"
         )
-    raise InputError(
-        f"@{name}: no such suite; {nearest(f'@{name}', [f'@{one}' for one in sources])}"
-    )
+    families = sorted({f"@{suite.family}" for suite in sources.values()})
+    raise InputError(f"@{name}: no such suite; {nearest(f'@{name}', families)}")
 
 
 def expand(source: str) -> dict[str, str]:

@@ -5,7 +5,14 @@ from typing import Literal
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import check_out, read_json
-from draftsmith.core.options import Dtype, Out, RevisionOptions, options
+from draftsmith.core.options import (
+    Dtype,
+    File,
+    Model,
+    Out,
+    RevisionOptions,
+    options,
+)
 from draftsmith.drafts.draft_sources import check_sources, is_copying
 
 # Kinds of draft that draft a block of tokens in one forward.
@@ -17,7 +24,7 @@ Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "mt
 class ExportConfig(RevisionOptions):
     """Write a draft in the layout that another engine reads, and read it back."""
 
-    draft: str
+    draft: Model
     """The draft: a local directory or hub name of a language model or a head."""
     format: Format
     """hf: a directory for transformers, vLLM, SGLang, onnxruntime-genai's builder. eagle: EAGLE and
@@ -27,7 +34,7 @@ class ExportConfig(RevisionOptions):
     """
     out: Out
     """The directory to write; an earlier export there is replaced."""
-    target: str | None = None
+    target: Model | None = None
     """The target of a head. Default: the one in the record of the checkpoint."""
     dtype: Dtype = "auto"
     """Type of the weights on disk: float32, bfloat16, float16; auto: the draft's own."""
@@ -49,13 +56,13 @@ class DoctorConfig(RevisionOptions):
     that serve it.
     """
 
-    target: str | None = None
+    target: Model | None = None
     """The target: a local directory or hub name. Only a method without weights needs none."""
-    draft: str
+    draft: Model
     """The draft: a local directory or hub name of a language model or a head; or a method without
     weights, prompt_lookup, lookahead or prompt_lookup+MODEL.
     """
-    plan: str | None = None
+    plan: File | None = None
     """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
     tokens.
     """
