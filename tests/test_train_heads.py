@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"noise": 0.0, "depths": 3},
     "eagle-deep": {"noise": 0.0, "depths": 3, "test_steps": 2},
     "eagle3": {"test_steps": 3},
-    "eagle3-full": {"test_steps": 3},
+    "eagle3-3.1": {"test_steps": 3},
     "mtp": {"test_steps": 3},
     "medusa": {},
     "hydra": {},

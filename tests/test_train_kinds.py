@@ -34,7 +34,8 @@ DEPTH = 3
 OPTIONS: dict[str, list[str]] = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
-    "eagle3": ["--objective", "fkl", "--draft_vocab_size", "120", "--head.test_steps", str(DEPTH)],
+    "eagle3": f"--objective fkl --draft_vocab_size 120 --head.norms eagle31 "
+    f"--head.test_steps {DEPTH}".split(),
     "mtp": ["--objective", "fkl", "--head.test_steps", str(DEPTH)],
     "medusa": [
         "--objective",
@@ -243,6 +244,9 @@ def test_training_goes_on_from_a_head(
         "--steps",
         "2",
     ]
+    if kind == "eagle3":
+        said = f"head.norms: {trained} has its own; leave it out"
+        assert said in door.refused(*run, "--head.norms", "eagle3")
     door.ok(*run)
     before = json.loads((trained / "draftsmith.json").read_text())["heldout_alpha"]
     assert metrics(tmp_path / "more")[0]["heldout_alpha"] == pytest.approx(before, abs=1e-6)

@@ -67,7 +67,7 @@ _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_l
 _HEAD_OPTIONS: dict[str, set[str]] = {
     "lm": set(),
     "eagle": {"noise", "test_steps", "step_decay"},
-    "eagle3": {"test_steps", "step_decay"},
+    "eagle3": {"norms", "test_steps", "step_decay"},
     "mtp": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
     "hydra": {"num_heads", "num_layers", "step_decay"},
@@ -84,6 +84,8 @@ class HeadOptions:
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
+    norms: Rare[Literal["eagle3", "eagle31"] | None] = None
+    """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth."""
     test_steps: Rare[AtLeast1 | None] = None
     """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3, EAGLE-1 1."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None

@@ -50,6 +50,7 @@ from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees import TRAINEES
 
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
+_OF_FRESH_HEADS = ("num_heads", "num_layers", "norms", "block_size", "target_layers", "window")
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
@@ -75,13 +76,13 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
     if config.kind == "lm":
         return _with_draft_vocabulary(config, _build_lm(config, target), target, training)
     assert target is not None
+    options = _head_options(config, *_OF_FRESH_HEADS)
     if config.draft is not None:
+        for key in options:
+            raise InputError(f"head.{key}: {config.draft} has its own; leave it out")
         head = load_head(config.draft, target)
         check_finite(config.draft, head)
     else:
-        options = _head_options(
-            config, "num_heads", "num_layers", "block_size", "target_layers", "window"
-        )
         if config.kind not in ("medusa", "hydra"):
             options["seed"] = config.seed
         if config.kind in VOCABULARY_KINDS:

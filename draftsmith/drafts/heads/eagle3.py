@@ -13,7 +13,7 @@ places (EAGLE-3.1), attention as in Qwen 3.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from draftsmith.drafts.heads.feature_head import FeatureHead
 _AUX = "eagle_aux_hidden_state_layer_ids"
 # Places of norms, under the keys that speculators, SpecForge and vLLM give them.
 _VARIANTS = ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm")
+# `eagle31`: those of EAGLE-3.1 (arXiv 2605.09992), which `fc_norm` and `norm_output` turn on.
+Norms: TypeAlias = Literal["eagle3", "eagle31"]
 
 
 def aux_layers(layers: int) -> tuple[int, ...]:
@@ -188,7 +190,12 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     @classmethod
     def fresh(
-        cls, target: PreTrainedModel, *, draft_vocab: Sequence[int] | None = None, seed: int = 0
+        cls,
+        target: PreTrainedModel,
+        *,
+        draft_vocab: Sequence[int] | None = None,
+        norms: Norms = "eagle3",
+        seed: int = 0,
     ) -> "Eagle3Head":
         """An untrained head on the target's device, in its dtype and in training mode.
 
@@ -204,6 +211,8 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             draft_vocab_size=len(ids),
             eagle_aux_hidden_state_layer_ids=states,
             target_hidden_size=borrow(target).hidden_size,
+            fc_norm=norms == "eagle31",
+            norm_output=norms == "eagle31",
         )
         head = cls(config, target)
         draw(head.fc, head.midlayer, seed)
