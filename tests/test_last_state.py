@@ -17,6 +17,7 @@ import draftsmith as ds
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import body, body_states, forward_with_states
 from draftsmith.core.models import fingerprint
+from draftsmith.core.state_files import FeatureCache, cached_layers, state_names
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability
@@ -24,7 +25,7 @@ from draftsmith.drafts.heads import HEADS, load_head, save_head
 from draftsmith.drafts.heads.block import DFlashHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.train.batch import Batch
-from draftsmith.train.features import FeatureCache, FrozenTarget, cached_layers, state_names
+from draftsmith.train.features import FrozenTarget
 from tests.hybrid_models import hybrid
 from tests.tiny_models import random_llama, stirred
 from tests.train_laws import SIZES, tiny_family

@@ -15,11 +15,11 @@ from transformers import Cache, DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import fingerprint
+from draftsmith.core.state_files import FeatureCache, cached_layers
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.train.batch import IGNORE, Batch, LossSums
-from draftsmith.train.features import FeatureCache, cached_layers
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred

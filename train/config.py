@@ -130,6 +130,10 @@ class TrainConfig(RunOptions, TargetOptions):
     """The teacher. Needed by heads, and by every objective but `ce` unless `data` has teacher
     columns.
     """
+    states: Rare[NotIdentity[str | None]] = None
+    """Directory of the target's hidden states, from `distill --states` or `head.features`. Of the
+    target only embedding, final norm and output projection are then loaded.
+    """
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this many tokens, the most frequent in the responses, then those that the target
     finds likely; null is all. Not for eagle, medusa, hydra.
@@ -214,7 +218,7 @@ class TrainConfig(RunOptions, TargetOptions):
             raise InputError(
                 f"gradient_checkpointing: is for lm, {', '.join(_UNROLLED_KINDS)}, not {self.kind}"
             )
-        untaught = not self.target and (head or self.head.features)
+        untaught = not self.target and (head or self.head.features or self.states)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
         rules: list[tuple[str, object, str]] = [
             (
@@ -222,7 +226,7 @@ class TrainConfig(RunOptions, TargetOptions):
                 not (head or self.draft or self.draft_config),
                 "give `draft` or `draft_config` (a config.json), or for a head its `kind`",
             ),
-            ("target", untaught, "is missing; heads and head.features need it"),
+            ("target", untaught, "is missing; heads, head.features and states need it"),
             (
                 "objective",
                 objective.paced and self.kind not in BLOCK_KINDS,
@@ -245,8 +249,10 @@ class TrainConfig(RunOptions, TargetOptions):
                 raise InputError(f"{key}: {reason}")
         if not objective.needs_target:
             refuse_unused(self, {"loss_temperature": "`ce` has none"})
+        unread = {"features": "states replace it"} if self.states else {}
         if self.head.features is None:
-            refuse_unused(self.head, {"features_gib": "it limits head.features"}, "head.")
+            unread["features_gib"] = "it limits head.features"
+        refuse_unused(self.head, unread, "head.")
         known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
         for key, value in vars(self.head).items():
             if value is not None and key not in known:

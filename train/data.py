@@ -81,6 +81,11 @@ class Examples:
         """Number of units."""
         return len(self.valid_tokens)
 
+    def tokens(self) -> Iterator[list[int]]:
+        """Yield prompt and response of each row, not cut."""
+        for row in self.rows.select_columns(list(_FEATURES)):
+            yield [*row["prompt_ids"], *row["response_ids"]]
+
     @cached_property
     def response_counts(self) -> Counter[int]:
         """How often each token occurs in the responses."""

@@ -16,13 +16,19 @@ from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import make_dir, read_json
 from draftsmith.core.models import (
     check_finite,
-    fingerprint,
     load_model,
     read_per_token,
     vocabulary_size,
 )
 from draftsmith.core.ranks import from_main, say
 from draftsmith.core.record import RECORD
+from draftsmith.core.state_files import (
+    FeatureCache,
+    StoredStates,
+    cached_layers,
+    checkpoint_digest,
+    state_names,
+)
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.drafts.draft_vocabulary import (
     DraftVocabulary,
@@ -44,7 +50,7 @@ from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
 from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
 from draftsmith.train.data import Examples
-from draftsmith.train.features import FeatureCache, StateMemory, cached_layers, state_names
+from draftsmith.train.features import StateMemory
 from draftsmith.train.job import TrainingJob
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees import TRAINEES
@@ -109,7 +115,7 @@ def _build_lm(config: TrainConfig, target: PreTrainedModel | None) -> PreTrained
         shape = read_shape(config.draft_config, None if target is None else target.config)
         model = AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
         assert isinstance(model, PreTrainedModel)
-        if target is not None:
+        if target is not None and config.states is None:
             warning = too_costly(read_per_token(model), read_per_token(target))
             if warning:
                 log.warning("%s: %s", config.draft_config, warning)
@@ -207,14 +213,14 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
     config = job.config
     device = job.world.device
     draft.to(device)  # type: ignore[arg-type]
-    cache = None if job.target is None else _feature_cache(job, draft, job.target)
+    cache = None if job.target is None else feature_cache(job, draft, job.target)
     given: dict[str, Any] = {"packing": config.packing, "cache": cache}
     if not isinstance(draft, PreTrainedModel):
         given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
         if config.gradient_checkpointing:
             cast(FeatureHead, draft).gradient_checkpointing = True
         return TRAINEES[config.kind](draft, job.objective, job.target, **given)
-    if device.type == "cpu":
+    if device.type == "cpu" and cache is None:
         # On a CPU only: documents run one at a time, which would leave another device idle.
         given["memory"] = StateMemory(_MEMORY_BYTES, _reuses_states(job))
     trainee = TRAINEES["lm"](draft, job.objective, job.target, **given)
@@ -233,12 +239,21 @@ def _reuses_states(job: TrainingJob) -> bool:
     return repeat and job.objective.needs_target
 
 
-def _feature_cache(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> FeatureCache | None:
-    options = job.config.head
+def feature_cache(
+    job: TrainingJob, draft: Draft, target: PreTrainedModel
+) -> FeatureCache | StoredStates | None:
+    """The target's states in files, as the options have them."""
+    config = job.config
+    options = config.head
+    layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
+    if config.states is not None:
+        states = StoredStates(config.states, target, job.identity["states"], layers)
+        for option, examples in (("data", job.training), ("heldout", job.heldout)):
+            states.require(examples.tokens(), config.max_length, option)
+        return states
     if options.features is None:
         return None
     make_dir(Path(options.features), "head.features")
-    layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
     limit_gib = options.features_gib or _CACHE_GIB
     token_bytes = len(layers) * layout_of(target).width * target.dtype.itemsize
     whole = int(job.training.lengths.sum() + job.heldout.lengths.sum()) * token_bytes
@@ -247,9 +262,10 @@ def _feature_cache(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> F
         f"train: features of all rows take {whole / 2**30:.2f} GiB in {options.features}, of "
         f"which {limit_gib:g} may be used (head.features_gib) and {free / 2**30:.1f} are free"
     )
+    assert config.target is not None
     return FeatureCache(
         options.features,
-        fingerprint=fingerprint(target),
+        fingerprint=checkpoint_digest(config.target, config.revision),
         layers=state_names(target, layers),
         dtype=target.dtype,
         max_bytes=int(limit_gib * 2**30),

@@ -1,148 +1,24 @@
 """The target's hidden states that drafts are trained on: from its forward in the step, from memory,
 or from disk.
 
-A document's states depend only on the target, the tokens, the layer and the dtype; the key of a
-cached row is a hash of these four, so that drafts that read some of the same layers share them.
-With a cache, each document is forwarded alone, outside autocast, and rounded to the cache's dtype,
-also when it was not found. So a run trains on the same bits whatever was cached when it began, on a
-like machine.
-
-    DIR/<hash of (target, dtype)>/<sha256 of the content>.safetensors
-
-One tensor [T, H] per document and layer.
+With a cache (`core.state_files`), each document is forwarded alone, outside autocast, and rounded
+to the cache's dtype, also when it was not found. So a run trains on the same bits whatever was
+cached when it began, on a like machine.
 
 Legend: B rows, T tokens, L layers, H hidden size.
 """
 
-import hashlib
-import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.hidden_states import body_states, layout_of
-from draftsmith.core.io import atomic_file, hash_json, remove_leftovers, sha256_file
+from draftsmith.core.state_files import FeatureCache, StoredStates, cached_layers
 from draftsmith.train.batch import IGNORE, Batch, forward_options, packing_method
 from draftsmith.train.teacher import find_projection
-
-log = logging.getLogger(__name__)
-
-_SHARD_BYTES = 2**28
-
-
-class FeatureCache:
-    """Target states of documents, on disk, by content, never more than `max_bytes` of shards.
-
-    directory: may be shared by runs, processes and targets. fingerprint: of the target. layers:
-    names of its states (`state_names`). dtype: of what is stored and given back. processes: divide
-    the room that is left at the start.
-
-    A full cache takes nothing more in: rows come back once per epoch, so dropping the oldest would
-    drop each just before it is needed. A shard that is damaged counts as absent.
-    """
-
-    def __init__(
-        self,
-        directory: str | Path,
-        fingerprint: str,
-        layers: Sequence[int | str],
-        dtype: torch.dtype,
-        max_bytes: int,
-        process: int = 0,
-        processes: int = 1,
-    ) -> None:
-        self.layers = tuple(layers)
-        self.dtype = dtype
-        self._identity = {"target": fingerprint, "dtype": str(dtype).removeprefix("torch.")}
-        self._directory = Path(directory) / hash_json(self._identity)[:16]
-        if process == 0:
-            remove_leftovers(self._directory)
-        shards = Path(directory).rglob("*.safetensors")
-        used = sum(file.stat().st_size for file in shards)
-        self._room = (max_bytes - used) // processes
-        # At least eight shards fit, else much of a small cache would stay empty.
-        self._shard_bytes = min(_SHARD_BYTES, max_bytes // (8 * processes))
-        self._file_of: dict[str, Path] = {}
-        self._readers: dict[Path, Any] = {}
-        self._waiting: dict[str, Tensor] = {}
-        for file in self._directory.glob("*.safetensors"):
-            try:
-                with safe_open(file, framework="pt") as opened:
-                    self._file_of |= dict.fromkeys(opened.keys(), file)
-            except (OSError, SafetensorError):
-                self._forget(file)
-
-    def key(self, ids: Sequence[int], layer: int | str) -> str:
-        """64 hex digits of the target, the layer, the dtype and the tokens."""
-        return hash_json([self._identity, layer, list(ids)])
-
-    def get(self, ids: Sequence[int]) -> Tensor | None:
-        """The states `[L, T, H]` of a document on the CPU; None if one is missing."""
-        states = [self._state(self.key(ids, layer)) for layer in self.layers]
-        kept = [state_TH for state_TH in states if state_TH is not None]
-        return torch.stack(kept) if len(kept) == len(states) else None
-
-    def _state(self, key: str) -> Tensor | None:
-        file = self._file_of.get(key)
-        if file is None:
-            return self._waiting.get(key)
-        try:
-            if file not in self._readers:
-                if sha256_file(file) != file.stem:
-                    raise OSError
-                # Kept open: it is memory-mapped, and opening it again would parse its whole index
-                # again.
-                self._readers[file] = safe_open(file, framework="pt")
-            state_TH: Tensor = self._readers[file].get_tensor(key)
-        except (OSError, SafetensorError):
-            self._forget(file)
-            return None
-        return state_TH
-
-    def _forget(self, file: Path) -> None:
-        log.warning("%s: is damaged; its features are computed again", file)
-        self._readers.pop(file, None)
-        self._file_of = {key: other for key, other in self._file_of.items() if other != file}
-        file.unlink(missing_ok=True)
-
-    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
-        """Keep the states of a document, if there is room; write a shard when there is enough for
-        one.
-        """
-        for layer, state_TH in zip(self.layers, states_LTH, strict=True):
-            key = self.key(ids, layer)
-            if self._room <= 0 or key in self._waiting or key in self._file_of:
-                continue
-            self._waiting[key] = state_TH.detach().to("cpu", copy=True).contiguous()
-            if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._shard_bytes:
-                self.flush()
-
-    def flush(self) -> None:
-        """Write what is in memory as one shard; if it does not fit, drop it and take nothing more
-        in.
-        """
-        if not self._waiting:
-            return
-        waiting = self._waiting
-        self._waiting = {}
-        content = save(waiting)
-        self._room -= len(content)
-        if self._room < 0:
-            log.warning(
-                "%s: the cache is full; other features are computed in every epoch", self._directory
-            )
-            return
-        digest = hashlib.sha256(content).hexdigest()
-        file = self._directory / f"{digest}.safetensors"
-        with atomic_file(file) as temporary:
-            temporary.write_bytes(content)
-        self._file_of |= dict.fromkeys(waiting, file)
 
 
 class StateMemory:
@@ -166,21 +42,6 @@ class StateMemory:
             self.room -= states_LTH.nbytes
 
 
-def cached_layers(layers: Sequence[int]) -> tuple[int, ...]:
-    """The layers that a cache must hold for a head that reads `layers`: the last gives the target's
-    logits.
-    """
-    return tuple(layers) if -1 in layers else (*layers, -1)
-
-
-def state_names(target: PreTrainedModel, layers: Sequence[int]) -> tuple[int | str, ...]:
-    """What a cache calls the target's states. Caches of older versions held the normed last state
-    under the number of the last.
-    """
-    last = layout_of(target).count - 1
-    return tuple("raw last" if layer == last else layer for layer in layers)
-
-
 class FrozenTarget:
     """A model that is read and never trained; a plain object, so that a trainee does not register
     its weights.
@@ -195,7 +56,7 @@ class FrozenTarget:
         model: PreTrainedModel,
         layers: Sequence[int],
         packing: bool = False,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | StoredStates | None = None,
         memory: StateMemory | None = None,
     ) -> None:
         self.model = model.eval()
@@ -228,7 +89,7 @@ class FrozenTarget:
         return list(body_states(self.model, wanted, input_ids=ids_BT, use_cache=False, **options))
 
     def _kept(
-        self, batch: Batch, kept: FeatureCache | StateMemory, dtype: torch.dtype
+        self, batch: Batch, kept: FeatureCache | StoredStates | StateMemory, dtype: torch.dtype
     ) -> list[Tensor]:
         shape = len(cached_layers(self.layers)), *batch.ids_BT.shape, layout_of(self.model).width
         states_LBTH = torch.zeros(shape, dtype=dtype, device=batch.ids_BT.device)
@@ -242,6 +103,7 @@ class FrozenTarget:
                 key = first, *key
             states_LTH = kept.get(key)
             if states_LTH is None:
+                assert not isinstance(kept, StoredStates)
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):
                     states = self._forward(ids_T[None], {})

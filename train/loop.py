@@ -20,6 +20,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
 from draftsmith.core.signals import StopSignal
+from draftsmith.core.state_files import FeatureCache
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.stats import independent_tau
 from draftsmith.train import checkpoint, parallel
@@ -170,7 +171,7 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
             raise
         raise _out_of_memory(job, run.position.step) from None
     finally:
-        if trainee.target is not None and trainee.target.cache is not None:
+        if trainee.target is not None and isinstance(trainee.target.cache, FeatureCache):
             trainee.target.cache.flush()
     stop.held = False
     return run

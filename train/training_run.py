@@ -43,6 +43,7 @@ from draftsmith.core.runs import Run, claim, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
+from draftsmith.core.state_files import checkpoint_digest
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from draftsmith.core.wandb_runs import check_tracker
@@ -248,6 +249,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     tokenizer = _tokenizer(config)
     date = _date(config, tokenizer)
     options: JsonObject = loading(config) | {"device": str(world.device)}
+    options["layers"] = config.states is None
     target = load_model(config.target, **options) if config.target else None
     with world.accelerator.main_process_first():
         ends = () if target is None else eos_ids(target)
@@ -298,12 +300,13 @@ def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
 
 def _identity(job: TrainingJob, draft: Draft) -> JsonObject:
     """Return what decides the result of a run, as plain JSON."""
+    config = job.config
     target = job.target
     identity = {
-        "config": identity_options(job.config) | {"objective": job.objective.spec},
+        "config": identity_options(config) | {"objective": job.objective.spec},
         "data": job.training.digest,
         "heldout_data": job.heldout.digest,
-        "target_fingerprint": None if target is None else fingerprint(target),
+        "target_fingerprint": None if target is None or config.states else fingerprint(target),
         "initial_fingerprint": draft_fingerprint(draft),
         "tokenizer": None if job.tokenizer is None else tokenizer_digest(job.tokenizer),
         "target_dtype": None if target is None else dtype_name(target),
@@ -312,6 +315,9 @@ def _identity(job: TrainingJob, draft: Draft) -> JsonObject:
     }
     if job.date is not None:
         identity["date"] = job.date
+    if config.states is not None:
+        # A target without its layers has no fingerprint.
+        identity["states"] = checkpoint_digest(str(config.target), config.revision)
     # As JSON, because the identity is compared with what was written.
     return dict(json.loads(json.dumps(identity)))
 
@@ -328,7 +334,11 @@ def _announce(job: TrainingJob) -> None:
     """Warn of data of another target, of rows that are dropped, and of held-out rows in `data`."""
     config = job.config
     targets = job.training.targets | job.heldout.targets
-    if config.target is not None and targets - {job.identity["target_fingerprint"]}:
+    if (
+        config.target is not None
+        and config.states is None
+        and targets - {job.identity["target_fingerprint"]}
+    ):
         log.warning("data: was distilled from other weights than those of target %s", config.target)
     dropped = job.training.dropped + (job.heldout.dropped if config.heldout else 0)
     if dropped:
@@ -404,7 +414,10 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     assert target is not None
     rows = range(min(len(job.heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
-    trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing)
+    cache = None
+    if config.states is not None:
+        cache = draft_setup.feature_cache(job, head, target)
+    trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing, cache)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     batches = (collate(job.heldout, group).to(target.device) for group in groups)
     figures = calibrate(trainee, batches)

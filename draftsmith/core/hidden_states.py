@@ -35,7 +35,8 @@ class StateLayout:
     streams are `[S, B, T, H]`, else `[B, T, S, H]` or `[B, T, S * H]`. last_is_final: the last
     entry is the state that `body` returns as the last. last_layer: the module whose output is the
     raw last state; None if none was found. readers: by the number of a state before the last, the
-    module that reads it; those that were found.
+    module that reads it; those that were found. has_layers: False for a model that was loaded
+    without them, which cannot be run.
     """
 
     count: int
@@ -44,6 +45,7 @@ class StateLayout:
     last_is_final: bool
     last_layer: nn.Module | None
     readers: dict[int, nn.Module]
+    has_layers: bool = True
 
 
 _layouts: WeakKeyDictionary[nn.Module, StateLayout] = WeakKeyDictionary()
@@ -110,6 +112,37 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
             readers=readers,
         )
     return known
+
+
+@torch.no_grad()
+def without_layers(model: PreTrainedModel, count: int) -> None:
+    """Give a model that was loaded without its `count` layers the layout and config of the whole
+    one.
+    """
+    ids_BT = some_tokens(model, rows=1, tokens=1)
+    final = body(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+    _layouts[model] = StateLayout(
+        count=count + 1,
+        width=final.shape[-1],
+        streams_first=False,
+        last_is_final=True,
+        last_layer=None,
+        readers={},
+        has_layers=False,
+    )
+    model.config.get_text_config(decoder=True).num_hidden_layers = count
+
+
+@torch.no_grad()
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The module from the raw last state to the final one, of a model without layers."""
+    inner = body(model)
+    with evaluating(model), _caught(inner.modules()) as calls:
+        out = inner(input_ids=some_tokens(model, rows=1, tokens=3), use_cache=False)
+    ends = [call for call in calls.values() if _same(call.returned, out.last_hidden_state)]
+    if not ends or not ends[-1].read.is_floating_point():
+        raise InputError(f"{type(model).__name__} has no final norm, which --states needs")
+    return ends[-1].module
 
 
 @dataclass(frozen=True)
@@ -202,6 +235,7 @@ def _forward(
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """called: the model or its body."""
     layout = layout_of(model)
+    assert layout.has_layers, "a target without its layers cannot be run"
     last = layout.count - 1
     watched: list[nn.Module] = []
     inner = body(model)

@@ -13,13 +13,13 @@ from typing import Any, cast, get_args
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.hub import cached_file
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError, require_package
-from draftsmith.core.hidden_states import some_tokens
+from draftsmith.core.hidden_states import some_tokens, without_layers
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.record import check_weights
@@ -50,6 +50,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: Quantize | None = None,
     revision: str | None = None,
+    layers: bool = True,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled
     weights are read with `weights_only=True`, which runs no code.
@@ -58,7 +59,8 @@ def load_model(
     the linear layers but the output projection in 4 bits with doubly quantised scales (QLoRA, arXiv
     2305.14314, section 3), all else and all arithmetic in `dtype`, where `auto` is then bf16 on an
     accelerator. Such a model stays on its device.
-    revision: branch, tag or commit on the hub.
+    revision: branch, tag or commit on the hub. layers: False for embedding, final norm and output
+    projection alone, in 16 bits where the layers have fewer; hidden states then come from files.
     Raise InputError for a name that is not a loadable model, missing weights, and values that are
     not finite.
     """
@@ -75,42 +77,69 @@ def load_model(
         "output_loading_info": True,
     }
     if quantize == "nf4":
-        require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
-        if options["dtype"] == "auto":
-            options["dtype"] = torch.bfloat16
-        options["device_map"] = {"": target_device}
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=options["dtype"],
-        )
+        options |= _in_four_bits(options["dtype"], target_device)
     check_source(name)
     check_weights(Path(name))
     if Path(name).is_dir() and (lacks := no_model(Path(name))):
         raise InputError(f"{name}: {lacks}")
+    count = 0
     try:
         with offline_if_unreachable(name):
+            if not layers:
+                count = _leave_out_layers(name, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:
         raise InputError(
             f"{name}: no causal language model could be loaded: {why_not(name, error)}"
         ) from None
     model, info = loaded
+    if not layers:
+        info["unexpected_keys"] = []
+        without_layers(model, count)
     _check_weights(name, type(model).__name__, info)
     _check_codes(name, model)
     if not getattr(model, "is_quantized", False):
         model.to(target_device)
+    model.eval()
+    _check_values(name, model)
+    return cast(PreTrainedModel, model)
+
+
+def _in_four_bits(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
+    require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
+    if dtype == "auto":
+        dtype = torch.bfloat16
+    configuration = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"dtype": dtype, "device_map": {"": device}, "quantization_config": configuration}
+
+
+def _check_values(name: str, model: PreTrainedModel) -> None:
     for module in model.modules():
         # This fast path of bitsandbytes rounds to bf16 and fails on widths that are no multiple of
         # 32.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    model.eval()
     check_causal(model)
     check_finite(name, model)
     _check_logits(name, model)
-    return cast(PreTrainedModel, model)
+
+
+def _leave_out_layers(name: str, options: dict[str, Any]) -> int:
+    """Add a configuration with no layers to the options; return how many the model has."""
+    keys = ("revision", "trust_remote_code")
+    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in keys})
+    text = config.get_text_config(decoder=True)
+    count = int(text.num_hidden_layers)
+    text.num_hidden_layers = 0
+    # What is loaded here is not quantised.
+    vars(config).pop("quantization_config", None)
+    options["config"] = config
+    return count
 
 
 def _dtype_option(dtype: str, device: torch.device) -> torch.dtype | str:

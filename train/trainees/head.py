@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.core.state_files import FeatureCache, StoredStates
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.eagle import EagleHead
@@ -29,7 +30,7 @@ from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.train.batch import IGNORE, Batch, LossSums
 from draftsmith.train.chunked import LowRank, Output
-from draftsmith.train.features import FeatureCache, FrozenTarget
+from draftsmith.train.features import FrozenTarget
 from draftsmith.train.objective import Objective
 from draftsmith.train.teacher import LiveTeacher
 from draftsmith.train.trainee import Trainee
@@ -124,7 +125,7 @@ class HeadTrainee(Trainee):
         objective: Objective,
         target: PreTrainedModel,
         packing: bool = False,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | StoredStates | None = None,
         chunk: int | None = None,
         step_decay: float = STEP_DECAY,
     ) -> None:

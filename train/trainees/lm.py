@@ -10,10 +10,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.hidden_states import body
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.state_files import FeatureCache, StoredStates
 from draftsmith.drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from draftsmith.train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
 from draftsmith.train.chunked import Output
-from draftsmith.train.features import FeatureCache, FrozenTarget, StateMemory
+from draftsmith.train.features import FrozenTarget, StateMemory
 from draftsmith.train.objective import Objective
 from draftsmith.train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
 from draftsmith.train.trainee import Trainee
@@ -40,7 +41,7 @@ class LMTrainee(Trainee):
         target: PreTrainedModel | None = None,
         packing: bool = False,
         chunk: int | None = None,
-        cache: FeatureCache | None = None,
+        cache: FeatureCache | StoredStates | None = None,
         memory: StateMemory | None = None,
     ) -> None:
         super().__init__(draft, objective, chunk)

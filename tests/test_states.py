@@ -1,0 +1,198 @@
+"""A target that is known by its hidden states alone: trained on from files, refused where they do
+not fit.
+
+Legend: T tokens, H hidden size.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import body_states, final_norm, layout_of
+from draftsmith.core.models import load_model
+from draftsmith.core.state_files import (
+    RAW_LAST,
+    FeatureCache,
+    StoredStates,
+    cached_layers,
+    checkpoint_digest,
+)
+from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
+from tests.test_train_kinds import OPTIONS as KINDS
+from tests.train_laws import FAMILIES, tiny_family
+
+DIGEST = "d" * 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_without_its_layers_ends_as_the_whole(family, tmp_path):
+    """Its embedding, norm and projection are the whole model's, and its config says so."""
+    whole = tiny_family(family)
+    whole.save_pretrained(tmp_path)
+    ends = load_model(str(tmp_path), device="cpu", layers=False)
+    assert len(list(ends.parameters())) < len(list(whole.parameters()))
+    assert ends.config.num_hidden_layers == whole.config.num_hidden_layers == 2
+    assert layout_of(ends).count == 3
+    ids_BT = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        raw_BTH, final_BTH = body_states(whole, (2, -1), input_ids=ids_BT)
+        assert torch.equal(final_norm(ends)(raw_BTH), final_BTH)
+    with pytest.raises(AssertionError, match="cannot be run"):
+        body_states(ends, (1,), input_ids=ids_BT)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """A target, and the same without its layers."""
+    place = tmp_path_factory.mktemp("target")
+    target = make_target()
+    target.save_pretrained(place)
+    return target, load_model(str(place), device="cpu", layers=False)
+
+
+def write(directory: Path, target: Any, layers: Any, last: int = 0, **changes: Any) -> None:
+    """States of `ROWS` as an engine gives them: without `last` tokens."""
+    names = [RAW_LAST if layer == layout_of(target).count - 1 else layer for layer in layers]
+    options: dict[str, Any] = {
+        "fingerprint": DIGEST,
+        "layers": names,
+        "dtype": torch.float32,
+    } | changes
+    cache = FeatureCache(directory, max_bytes=2**22, **options)
+    for prompt, response in ROWS:
+        ids = [*prompt, *response]
+        with torch.no_grad():
+            states = body_states(target, layers, input_ids=torch.tensor([ids]))
+        cache.put(ids, torch.cat(states)[:, : len(ids) - last])
+    cache.flush()
+
+
+def rows() -> list[list[int]]:
+    return [[*prompt, *response] for prompt, response in ROWS]
+
+
+def stored(directory: Path, ends: Any, layers: Any, length: int = 99) -> StoredStates:
+    found = StoredStates(directory, ends, DIGEST, layers)
+    found.require(rows(), length, "data")
+    return found
+
+
+@every_kind
+def test_losses_are_those_beside_the_target(kind, pair, tmp_path):
+    """Of files with the final state, and of an engine's: the raw last, and no last token."""
+    target, ends = pair
+    layers = cached_layers(fresh(kind, target).hidden_layers)
+    wanted = trainee_of(kind, target)(batch_of(ROWS))
+    write(tmp_path / "local", target, layers)
+    write(tmp_path / "engine", target, sorted({*layers, 4} - {-1}), last=1)
+    for road in ("local", "engine"):
+        cache = stored(tmp_path / road, ends, layers)
+        found = trainee_of(kind, ends, cache=cache)(batch_of(ROWS))
+        torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found.depth_alpha_D, wanted.depth_alpha_D, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_is_cut_has_the_states_of_the_whole(pair, tmp_path):
+    target, ends = pair
+    write(tmp_path, target, (2, 4), last=1)
+    cut = stored(tmp_path, ends, (2, -1), length=5)
+    whole = stored(tmp_path, ends, (2, -1))
+    for ids in rows():
+        assert torch.equal(cut.get(ids[:5]), whole.get(ids)[:, :5])
+
+
+def test_what_is_missing_is_one_line(pair, tmp_path):
+    target, ends = pair
+    write(tmp_path, target, (1, 2, 4))
+    with pytest.raises(InputError, match=r"4 of 4 rows of `data` lack states \(row 1 lacks 3 and"):
+        stored(tmp_path, ends, (2, 3, -1))
+    found = StoredStates(tmp_path, ends, DIGEST, (2, -1))
+    said = r"2 of 6 rows of `heldout` lack states \(row 5 lacks 2, last and has none\)"
+    with pytest.raises(InputError, match=said):
+        found.require([*rows(), [1, 2, 3], [4, 4]], 99, "heldout")
+    with pytest.raises(InputError, match="holds the states of another target; name the checkpoint"):
+        StoredStates(tmp_path, ends, "e" * 16, (2, -1))
+    with pytest.raises(InputError, match="holds no states; write them with"):
+        StoredStates(tmp_path / "none", ends, DIGEST, (2, -1))
+    write(tmp_path / "half", target, (2, 4), dtype=torch.bfloat16)
+    with pytest.raises(InputError, match="in bfloat16; give --dtype bfloat16"):
+        StoredStates(tmp_path / "half", ends, DIGEST, (2, -1))
+    (shard,) = tmp_path.glob("*/*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-9] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(InputError, match="is damaged; delete it"):
+        stored(tmp_path, ends, (2, -1)).get(rows()[0])
+    assert shard.exists()
+
+
+def test_a_digest_follows_every_weight_and_no_file(tmp_path):
+    model = tiny_family("llama")
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="4KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one = checkpoint_digest(str(tmp_path / "one"))
+    assert checkpoint_digest(str(tmp_path / "many")) == one
+    tensors = load_file(tmp_path / "one" / "model.safetensors")
+    for name in tensors:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_bytes((tmp_path / "one/config.json").read_bytes())
+        changed = tensors | {name: tensors[name] + 1e-3}
+        save_file(changed, tmp_path / name / "model.safetensors")
+        assert checkpoint_digest(str(tmp_path / name)) != one
+    config = json.loads((tmp_path / "one/config.json").read_text())
+    config["rms_norm_eps"] = 0.5
+    (tmp_path / "one/config.json").write_text(json.dumps(config))
+    assert checkpoint_digest(str(tmp_path / "one")) != one
+
+
+def road(kind: str, target: str, draft: str, data: str) -> list[str]:
+    words = (
+        f"train --kind {kind} --target {target} --data {data} --max_length 40 --steps 5 "
+        "--batch_size 8 --eval_every 5 --heldout_fraction 0.2 --device cpu"
+    ).split()
+    return [*words, *KINDS[kind], *(["--draft", draft] if kind == "lm" else [])]
+
+
+HERE = ("eagle3", "dspark")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in HERE else pytest.mark.slow(2)) for kind in KINDS],
+)
+def test_what_a_local_run_cached_trains_the_same_draft_without_the_target(
+    kind, target_dir, draft_dir, distilled, door, tmp_path
+):
+    words = road(kind, target_dir, draft_dir, distilled)
+    if kind == "lm":
+        words += ["--objective", "fkl"]
+    door.ok(*words, "--head.features", tmp_path / "states", "--out", tmp_path / "local")
+    door.ok(*words, "--states", tmp_path / "states", "--out", tmp_path / "far")
+    local, far = (tmp_path / name for name in ("local", "far"))
+    for name in ("model.safetensors", "run/metrics.jsonl"):
+        assert (local / name).read_bytes() == (far / name).read_bytes()
+    record = json.loads((far / "draftsmith.json").read_text())
+    assert record["target_fingerprint"] is None
+    found = json.loads((local / "draftsmith.json").read_text())
+    for name in ("confidence_error", "confidence_error_raw"):
+        assert record.get(name, 0.0) == pytest.approx(found.get(name, 0.0), abs=1e-6)
+
+
+def test_states_of_another_target_are_refused_by_the_command(
+    target_dir, draft_dir, distilled, door, tmp_path
+):
+    words = road("eagle", target_dir, draft_dir, distilled)
+    states = ["--states", tmp_path / "states", "--out", tmp_path / "far"]
+    said = door.refused(*words, *states)
+    assert "states: " in said and "holds no states" in said and not (tmp_path / "far").exists()
+    said = door.refused(*words, *states, "--head.features", tmp_path / "other")
+    assert "head.features: is not read: states replace it" in said
+    at = words.index("--target")
+    said = door.refused(*words[:at], *words[at + 2 :], *states)
+    assert "target: is missing; heads, head.features and states need it" in said
