@@ -185,7 +185,7 @@ def _draft_vocab(
     if size is None or size == whole:
         return None
     check_draft_vocabulary("draft_vocab_size", size, whole)
-    if target is None:
+    if target is None or config.states is not None:
         return commonest_tokens(training.response_counts, size)
     texts = (row["prompt_ids"] + row["response_ids"] for row in training.rows)
     return from_main(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
@@ -204,7 +204,7 @@ def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
         lacks = outside(ids, job.heldout.response_counts)
         say(f"train: drafts {len(ids):,} of {whole:,} tokens; of the held-out responses {lacks}")
         unseen = sum(not job.training.response_counts[token] for token in ids)
-        if unseen and job.target is not None:
+        if unseen and job.target is not None and job.config.states is None:
             say(f"train: {unseen:,} of them occur in no response; the target finds them likeliest")
 
 
