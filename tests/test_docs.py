@@ -43,6 +43,7 @@ RUN = [
     "docs/read-results.md",
     "docs/planning.md",
     "docs/publishing.md",
+    "docs/in-a-service.md",
     "docs/reference-python.md",
 ]
 PAGES = [

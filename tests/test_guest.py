@@ -1,10 +1,16 @@
 """A guest in somebody else's Python: what the process looks like after a call."""
 
+import copy
+import gc
 import os
+import pickle
 import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +22,7 @@ from draftsmith.core.guest import environment, shared
 from draftsmith.core.hub import quiet
 from draftsmith.core.signals import Terminated, limited, terminable
 from tests.global_state import changed, global_state
+from tests.results_made_up import BASE, BOTH, view
 
 
 def test_importing_and_generating_leave_the_process_as_it_was(target_dir, draft_dir):
@@ -130,3 +137,77 @@ def test_a_host_keeps_its_virtual_timer():
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, found)
+
+
+def test_results_options_and_errors_can_be_pickled(target_dir, draft_dir):
+    pair = ds.load_pair(target_dir, draft=draft_dir, device="cpu")
+    output = pair.generate("The quick", max_new_tokens=4)
+    config = ds.TrainConfig(out="o", data=["d"], draft="d")
+    results = view({"base": BASE}, BOTH, prompts=2)
+    for value in (output, config, results):
+        assert pickle.loads(pickle.dumps(value)) == value
+    unmet = ds.RequirementError(["a is 1", "b is 2"])
+    for error in (ds.InputError("a: b"), ds.RunError("c"), unmet):
+        again = copy.copy(pickle.loads(pickle.dumps(error)))
+        assert (type(again), str(again)) == (type(error), str(error))
+        assert vars(again) == vars(error)
+    with pytest.raises((AttributeError, ValueError), match="pickle"):
+        pickle.dumps(pair)
+
+
+FORK = """
+import os, sys
+import torch
+import draftsmith as ds
+
+pair = ds.load_pair(sys.argv[1], draft=sys.argv[2], device="cpu")
+torch.rand(4_000_000).cos()  # with all threads, as large models do
+expected = pair.generate("The quick", max_new_tokens=8).text
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)
+    torch.rand(4_000_000).cos()
+    os._exit(int(pair.generate("The quick", max_new_tokens=8).text != expected))
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.slow(10)
+def test_a_fork_decodes_with_the_pair_of_its_parent(target_dir, draft_dir):
+    command = [sys.executable, "-c", FORK, target_dir, draft_dir]
+    environ = os.environ | {"OMP_NUM_THREADS": "2"}
+    assert subprocess.run(command, env=environ, timeout=120, check=False).returncode == 0
+
+
+def test_a_stream_that_is_dropped_ends_its_decoding(target_dir, monkeypatch):
+    """Also where the decoding thread itself collects it, which cannot wait for itself."""
+    pair = ds.load_pair(target_dir, device="cpu")
+    dropped = threading.Event()
+    steps: list[int] = []
+    errors: list[object] = []
+    decode = pair.decode
+
+    def decode_and_collect(decoder, requests, sampling, options, on_tokens):
+        def step(*tokens):
+            steps.append(threading.get_ident())
+            if len(steps) > 1 and dropped.wait(10):
+                gc.collect()
+            on_tokens(*tokens)
+
+        return decode(decoder, requests, sampling, options, step)
+
+    monkeypatch.setattr(pair, "decode", decode_and_collect)
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    before = set(threading.enumerate())
+    cycle: list[Any] = [pair.stream("a", max_new_tokens=64, ignore_eos=True)]
+    cycle.append(cycle)  # only the collector frees it
+    gc.disable()
+    try:
+        assert next(cycle[0]) is not None
+        (thread,) = set(threading.enumerate()) - before
+        del cycle
+        dropped.set()
+        thread.join(10)
+    finally:
+        gc.enable()
+    assert not thread.is_alive() and errors == [] and len(steps) == 2

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 # No scheme is longer; without a bound every character of a long word begins a search.
 _URL = re.compile(
@@ -78,6 +78,9 @@ class RequirementError(DraftsmithError):
     def __init__(self, unmet: Sequence[str]) -> None:
         super().__init__("\n".join(unmet))
         self.unmet = tuple(unmet)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Sequence[str]]]:
+        return type(self), (self.unmet,)
 
 
 class RunError(DraftsmithError, RuntimeError):
