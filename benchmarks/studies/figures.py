@@ -147,6 +147,7 @@ def pictures(root: Path) -> None:
     which = results_of(root, "real-which")
     out = root / "docs" / "figures"
     real_figures.which(which, real_tables.NAMES, out)
+    real_figures.command(results_of(root, "real-command"), out)
     real_figures.align(alignments(root), real_tables.NAMES, out)
     real_figures.amount(results_of(root, "real-amount"), out)
     real_figures.depths(which, real_tables.NAMES, out)

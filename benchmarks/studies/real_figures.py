@@ -34,7 +34,19 @@ def write(
 
 def which(results: Results, names: Mapping[str, str], out: Path) -> None:
     """OUT/real-which: alpha of every draft by set."""
-    write(out, "real-which", results.drafts, results.base, partial(_by_set, results, names))
+    draw = partial(_by_set, results, results.drafts, names)
+    write(out, "real-which", results.drafts, results.base, draw)
+
+
+def command(results: Results, out: Path) -> None:
+    """OUT/real-command: alpha by set of a draft before `align`, and of the two that it made."""
+    names = {
+        "base": "before",
+        "jsd-plain": "aligned, plain",
+        "jsd-balanced": "aligned, balanced (the default)",
+    }
+    draw = partial(_by_set, results, list(names), names)
+    write(out, "real-command", list(names), "base", draw)
 
 
 def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> None:
@@ -106,10 +118,11 @@ def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
     write(out, "real-depths", results.drafts, results.base, partial(_by_depth, results, names))
 
 
-def _by_set(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
+def _by_set(
+    results: Results, drafts: Sequence[str], names: Mapping[str, str], figure: Figure, look: Look
+) -> None:
     """A panel per temperature; a column per set, in it a point with its interval per draft."""
     domains = results.domains()
-    drafts = results.drafts
     panels = _panels(figure, len(results.temperatures))
     for ax, temperature in zip(panels, results.temperatures, strict=True):
         for number, draft in enumerate(drafts):
