@@ -370,6 +370,15 @@ def test_the_glossary_is_sorted_and_says_each_word_once():
     )
 
 
+@pytest.mark.parametrize(
+    "page", sorted((ROOT / "docs" / "evidence").glob("*.md")), ids=lambda page: page.stem
+)
+def test_a_page_of_evidence_has_at_most_600_words_beside_its_tables(page):
+    text = page.read_text(encoding="utf-8")
+    prose = re.sub(r"^(?:\||    ).*$|<picture>.*?</picture>", "", text, flags=re.MULTILINE)
+    assert len(prose.split()) <= 600
+
+
 def test_trust_names_tests_that_exist():
     page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/\w+\.py)::(\w+)`", page)
