@@ -40,7 +40,7 @@ class Optim:
     hides a wrong scale.
     """
     lr: Positive | None = None
-    """Peak learning rate. null: by a rule from the number of trained parameters, which is printed."""
+    """Peak learning rate. null: by a rule (printed) from the number of trained parameters."""
     muon_lr: Rare[Positive] = 0.02
     """Peak rate of the matrices that Muon trains, whatever their size."""
     schedule: Rare[Literal["cosine", "wsd"]] = "cosine"

@@ -88,7 +88,7 @@ class OptimChoices:
     """Optimizer and schedule."""
 
     lr: Open[Positive] = OPEN
-    """Peak learning rate. null: by a rule from the number of trained parameters, which is printed."""
+    """Peak learning rate. null: by a rule (printed) from the number of trained parameters."""
     warmup_steps: Rare[Open[AtLeast0]] = OPEN
     """Steps in which the rate rises from 0."""
 
