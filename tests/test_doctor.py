@@ -173,6 +173,17 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
     }
 
 
+def test_the_norms_of_eagle31_need_a_version(tmp_path):
+    target = load_model(TARGET, device="cpu")
+    head: Any = HEADS["eagle3"]
+    save_head(head.fresh(target, norms="eagle31"), tmp_path / "head")
+    found = verdicts(TARGET, str(tmp_path / "head"))
+    needs = {"vllm": "EAGLE-3.1 needs vllm 0.25.0", "sglang": "EAGLE-3.1 needs sglang 0.5.12"}
+    assert {engine for engine in found if found[engine]["serves"]} == set(needs)
+    assert all(said in found[engine]["reason"] for engine, said in needs.items())
+    assert "'fc_norm', which moves a norm; use --format" in found["llama.cpp"]["reason"]
+
+
 def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
     """vLLM asks a target for `SupportsEagle3`, which its Gemma 3 does not have; of a class that it
     does not name nothing is known.

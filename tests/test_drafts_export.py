@@ -234,27 +234,42 @@ def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
             assert not (directory / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("variant", "form"),
-    [("norm_before_residual", form) for form in ("eagle", "sglang", "speculators", "gguf")]
-    + [("norm_output", "gguf")],
-)
-def test_norms_in_other_places_are_said_or_refused(variant, form, target, tmp_path):
+# Flags of a head, and the formats that cannot say them.
+NORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "residual": (("norm_before_residual",), ("eagle", "sglang")),
+    "gpt-oss": (("norm_before_fc",), ("eagle", "sglang", "gguf")),
+    "EAGLE-3.1": (("fc_norm", "norm_output"), ("eagle", "gguf")),
+}
+
+
+@pytest.mark.parametrize("form", ["eagle", "sglang", "speculators", "gguf"])
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path):
+    flags, refused = NORMS[name]
     fresh = Eagle3Head.fresh(target)
-    save_head(Eagle3Head(replace(fresh.config, **{variant: True}), target), tmp_path / "head")  # type: ignore[arg-type]
-    if variant == "norm_output" or form in ("eagle", "sglang"):
-        with pytest.raises(
-            InputError, match=f"the head sets '{variant}'.* decode with draftsmith instead"
-        ):
+    config = replace(fresh.config, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
+    head = stirred(Eagle3Head(config, target))
+    save_head(head, tmp_path / "head")
+    if form in refused:
+        with pytest.raises(InputError, match=f"the head sets '{flags[0]}'.*; (use|decode)"):
             exported(tmp_path, form)
         return
-    exported(tmp_path, form)
-    if form == "speculators":
-        assert read_json(tmp_path / "out" / "config.json", "")["norm_before_residual"] is True
-    else:
-        gguf = pytest.importorskip("gguf")
+    if form == "gguf":
+        exported(tmp_path, form)
         fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
-        assert bool(fields["eagle3.norm_before_residual"].parts[-1][0])
+        assert bool(fields[f"eagle3.{flags[0]}"].parts[-1][0])
+        return
+    summary = exported(tmp_path, form)
+    written = read_json(tmp_path / "out" / "config.json", "")
+    assert {flag: written[flag] for flag in flags} == dict.fromkeys(flags, True)
+    # Under the names of vLLM's, SGLang's and speculators' modules.
+    names = {"gpt-oss": {"input_norm.weight"}, "EAGLE-3.1": {f"fc_norm.{i}.weight" for i in "012"}}
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    found = {key for key in tensors if key.startswith(("fc_norm", "input_norm", "aux_norm"))}
+    assert found == names.get(name, set())
+    needs = "vllm 0.25.0 or later" in str(summary["remarks"])
+    assert needs == (name == "EAGLE-3.1")
+    assert load_head(tmp_path / "out", target).config == head.config
 
 
 LLAMA3: dict[str, Any] = {

@@ -291,6 +291,14 @@ def test_a_draft_vocabulary_without_names_is_refused(target, tmp_path):
         load_head(directory, target)
 
 
+def test_norms_that_are_missing_are_not_left_out(target, tmp_path):
+    head = eagle3(target, **FLAGS_31)
+    tensors = without(head.state_dict(), "fc_norm.0.weight")
+    directory = write(tmp_path / "head", SPECFORGE | FLAGS_31, tensors, "model.safetensors")
+    with pytest.raises(InputError, match="'fc_norm' is true and the file holds no 'fc_norm.0"):
+        load_head(directory, target)
+
+
 SHARING: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "no draft vocabulary is named": (without(SPECFORGE, "draft_vocab_size"), None),
     "its tokens are in d2t": (without(SPECFORGE, "draft_vocab_size"), DRAFT_VOCAB),

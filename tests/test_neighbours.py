@@ -327,6 +327,7 @@ def eagle3(tmp_path_factory):
 
 SPECULATORS_HEADS: dict[str, Callable[[Any], Head]] = {
     "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)),
+    "eagle3.1": lambda target: Eagle3Head.fresh(target, norms="eagle31"),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),
     "dspark": lambda target: DSparkHead.fresh(target, num_layers=2, block_size=4),
 }

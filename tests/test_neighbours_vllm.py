@@ -244,6 +244,20 @@ def test_the_last_tap_is_the_raw_output_of_the_last_layer(tmp_path):
         assert served.as_we_accept(name, TOKENS) > len(LEARNT)
 
 
+def test_the_norms_of_eagle31_are_those_of_vllm(tmp_path):
+    """By both layouts that carry them; from depth 2 on its features are the normed ones."""
+    engine("vllm")
+    served = Served(TARGET, tmp_path)
+    head = HeadOptions(test_steps=AHEAD, norms="eagle31")
+    learn("eagle3", TARGET, LEARNT, tmp_path, draft_vocab_size=2048, head=head)
+    for name in ("eagle3", "eagle3 of SGLang"):
+        served.export(name, samples=False)
+    assert served.proofs.keys() == {"eagle3"}
+    served.serve([served.pair("eagle3").encode(text) for text in LEARNT], TOKENS)
+    for name in ("eagle3", "eagle3 of SGLang"):
+        assert served.as_we_accept(name, TOKENS) > len(LEARNT)
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes

@@ -44,6 +44,7 @@ class Serving:
     classes: str = "text"
     asked: str | None = None
     unwritten: str = ""
+    norms: str = ""
 
     def commands(
         self, kind: str, target: str, draft: str, tokens: int

@@ -240,8 +240,11 @@ class Pair:
     def norm_before_residual(self) -> str | None:
         return self._norm_moved("norm_before_residual")
 
-    def other_norms(self) -> str | None:
-        return self._norm_moved("norm_output", "norm_before_fc", "fc_norm")
+    def norm_before_fc(self) -> str | None:
+        return self._norm_moved("norm_before_fc")
+
+    def norms_of_31(self) -> str | None:
+        return self._norm_moved("fc_norm", "norm_output")
 
     def longrope(self) -> str | None:
         if _rope_type(self.head.config) != "longrope":

@@ -130,7 +130,11 @@ def _support(
         draft = target
     exports, command = serving.commands(pair.kind, target, draft, draft_tokens)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
-    reason = f"{at_best.reason}; not on a CPU: {on_a_cpu.message}" if on_a_cpu else at_best.reason
+    reason = at_best.reason
+    if serving.norms and pair.norms_of_31():
+        reason += f"; EAGLE-3.1 needs {engine} {serving.norms} or later"
+    if on_a_cpu:
+        reason += f"; not on a CPU: {on_a_cpu.message}"
     return replace(at_best, engine=engine, reason=reason, command=command, exports=exports)
 
 

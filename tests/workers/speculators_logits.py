@@ -25,6 +25,10 @@ from transformers import DynamicCache
 
 def eagle3_logits(model, ids, states):
     """Of every token, with a causal forward."""
+    if model.fc_norm is not None:
+        chunks = states.chunk(len(model.fc_norm), dim=-1)
+        normed = [norm(chunk) for norm, chunk in zip(model.fc_norm, chunks, strict=True)]
+        states = torch.cat(normed, dim=-1)
     states = torch.cat([model.embed_tokens(ids), model.fc(states)], dim=-1)
     tokens = states.shape[1]
     positions = torch.arange(tokens)[None]

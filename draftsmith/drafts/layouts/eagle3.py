@@ -6,7 +6,9 @@ from draftsmith.drafts.layouts.eagle import authors_config, biases, check_one_la
 from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, Functions, HeadFiles, Names
 from draftsmith.drafts.layouts.speculators import TARGET_COPIES, speculators_config
 
-_FLAGS = {"norm_before_fc", "norm_output", "norm_before_residual"}
+# Variants with norms of their own, and one of them.
+_NORMS = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def _is_eagle3(values: JsonObject, names: Names) -> bool:
@@ -34,7 +36,7 @@ def _read_eagle3(files: HeadFiles) -> None:
             "'use_aux_hidden_state' is false; only heads that read several of the target's "
             "layers can run"
         )
-    for key in _FLAGS & inner.keys():
+    for key in inner.keys() & set(_FLAGS):
         values.setdefault(key, inner[key])
     size = values.get("vocab_size") or len(files.lm_head_VH)
     drafted = tensors.get("d2t", tensors.get("lm_head.weight"))
@@ -54,8 +56,10 @@ def _read_eagle3(files: HeadFiles) -> None:
         tensors["lm_head.weight"] = files.target_rows(ids_D) if own_VH is None else own_VH[ids_D]
     values |= biases(files, "midlayer.")
     values["qk_norm"] = "midlayer.self_attn.q_norm.weight" in tensors
-    values["fc_norm"] = "fc_norm.0.weight" in tensors
-    values["norm_before_fc"] = "input_norm.weight" in tensors
+    for key, name in _NORMS.items():
+        if values.get(key) and name not in tensors:
+            raise InputError(f"'{key}' is true and the file holds no '{name}'; copy it again")
+        values[key] = name in tensors
     trained = values.get("embed_requires_grad") is True
     embedding = tensors.get(EMBEDDING)
     values["embed_requires_grad"] = embedding is not None and (
@@ -83,8 +87,9 @@ def _read_speculators(files: HeadFiles) -> None:
 
 
 def _speculators_config(head: ExportedHead) -> JsonObject:
-    keys = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual")
-    beside = {key: head.values[key] for key in keys} | {"norm_before_fc": False}
+    keys = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids")
+    beside = {key: head.values[key] for key in keys}
+    beside |= {key: head.values.get(key, False) for key in _FLAGS}
     return speculators_config(head, architecture="Eagle3Speculator", tokens=3, beside=beside)
 
 

@@ -107,6 +107,7 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
         verdicts = judge(Pair((model,), source), DoctorConfig(target=target, draft=source.name))
         if not loading(verdicts):
             remarks.append(takers(verdicts, "this head"))
+        remarks += [each.reason for each in verdicts if "EAGLE-3.1 needs" in each.reason]
     if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
         remarks.append(
             f"no engine's layout can name this draft's vocabulary of {len(ids_D)} tokens: the "

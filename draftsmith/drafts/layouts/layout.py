@@ -157,6 +157,8 @@ class Layout(Functions):
             "bias": config.get("bias"),
             "reduced": sizes["D"] < sizes["V"],
             "embedding": embedding,
+            "fc_norm": config.get("fc_norm"),
+            "norm_before_fc": config.get("norm_before_fc"),
             "markov": sizes["R"],
             "confidence": config.get("enable_confidence_head"),
         }
