@@ -29,11 +29,13 @@ _CPU_CHUNK_LOGITS = 2**23
 _CPU_CHUNK_ROWS = 256
 
 
-def chunk_size(weight_VH: Tensor, teacher: Teacher | None, chunk: int | None) -> int:
+def chunk_size(
+    weight_VH: Tensor, teacher: Teacher | None, chunk: int | None, device: str | None = None
+) -> int:
     """Tokens of a chunk: `chunk` if given, else as many as suit the device for the wider of the two
-    vocabularies.
+    vocabularies. device: where it will be, of a weight without values.
     """
-    on_cpu = weight_VH.device.type == "cpu"
+    on_cpu = (device or weight_VH.device.type) == "cpu"
     widest = len(weight_VH)
     if isinstance(teacher, LiveTeacher):
         widest = max(widest, len(teacher.projection.weight_VH))

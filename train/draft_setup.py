@@ -89,8 +89,7 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
         head = load_head(config.draft, target)
         check_finite(config.draft, head)
     else:
-        if config.kind not in ("medusa", "hydra"):
-            options["seed"] = config.seed
+        options = fresh_options(config)
         if config.kind in VOCABULARY_KINDS:
             options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), target, training)
         if config.kind in BLOCK_KINDS:
@@ -99,6 +98,14 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
             )
         head = HEADS[config.kind].fresh(target, **options)
     return head.to(device="cpu", dtype=torch.float32)
+
+
+def fresh_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that a fresh head is made with, beside its vocabulary."""
+    options = _head_options(config, *_OF_FRESH_HEADS)
+    if config.kind not in ("medusa", "hydra"):
+        options["seed"] = config.seed
+    return options
 
 
 def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:

@@ -140,6 +140,23 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     )
 
 
+def expected_training(config: AlignConfig) -> TrainConfig:
+    """Return the options of training as far as they are known before anything is loaded."""
+    choices = _shared(config.train, TrainConfig)
+    kind = _kind(config) or "eagle3"
+    return TrainConfig(
+        **{key: choices[key] for key in choices if key in ("batch_size", "max_length")},
+        target=config.target,
+        **loading(config),
+        out=config.out,
+        kind=kind,
+        draft=config.draft,
+        objective=config.objective[0],
+        data=[config.prompts],
+        head=HeadOptions(test_steps=_FRESH_DEPTHS if kind == "eagle3" else None),
+    )
+
+
 def _kind(config: AlignConfig) -> DraftKind:
     if config.draft is None:
         return config.kind

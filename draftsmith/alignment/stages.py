@@ -20,7 +20,7 @@ from draftsmith.alignment.engines import in_words as engines_in_words
 from draftsmith.alignment.facts import Facts, load, look
 from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
-from draftsmith.alignment.stage_configs import Stages, given, stages_of
+from draftsmith.alignment.stage_configs import Stages, expected_training, given, stages_of
 from draftsmith.alignment.summary import best_draft
 from draftsmith.config import InitConfig
 from draftsmith.core.command_line import check_file
@@ -40,6 +40,7 @@ from draftsmith.eval.remarks import ENOUGH
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
 from draftsmith.starting import in_words, init
+from draftsmith.train import memory
 from draftsmith.train.training_run import train
 
 
@@ -127,6 +128,8 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
 
 def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
+    for line in memory.in_words(expected_training(config)):
+        say(line)
     models = load(config)
     config = replace(config, date=fix_date(models.tokenizer, config.date))
     if config.date is not None:

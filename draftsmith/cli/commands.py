@@ -4,6 +4,7 @@ A command's function takes its options and the command line as typed, and return
 `CommandResult`.
 """
 
+import contextlib
 import dataclasses
 import json
 import shlex
@@ -415,6 +416,8 @@ def run(name: str, argv: list[str]) -> None:
             from draftsmith.cli.method_table import terminal
 
             print("\n" + terminal(shutil.get_terminal_size().columns))
+        if name == "train" and "--print_config" in typed:
+            _print_memory([word for word in argv if underscored(word) != "--print_config"])
         raise
     if not command.parallel:
         require_single_process(name)
@@ -429,6 +432,20 @@ def run(name: str, argv: list[str]) -> None:
         sys.stdout.flush()
     if outcome.unmet is not None:
         raise outcome.unmet
+
+
+def _print_memory(argv: list[str]) -> None:
+    """Print what a training run takes, if its options are complete and its models are here."""
+    from draftsmith.config import TrainCommandConfig
+    from draftsmith.core.command_line import parse
+
+    with contextlib.suppress(InputError, OSError):
+        config, _ = parse(TrainCommandConfig, "train", argv)
+        models = [name for name in (config.target, config.draft) if name is not None]
+        if not config.smoke and all(Path(name).is_dir() for name in models):
+            from draftsmith.train.memory import in_words
+
+            print("\n".join(f"# {line}" for line in in_words(config)))
 
 
 def print_completion(argv: list[str]) -> None:

@@ -68,7 +68,7 @@ def load_model(
     if quantize not in (None, *get_args(Quantize)):
         raise InputError(f"quantize: expected none or nf4, got {quantize!r}")
     options: dict[str, Any] = {
-        "dtype": _dtype_option(dtype, target_device),
+        "dtype": weights_dtype(dtype, target_device),
         "trust_remote_code": trust_remote_code,
         "revision": revision or "main",
         "weights_only": True,
@@ -142,7 +142,8 @@ def _leave_out_layers(name: str, options: dict[str, Any]) -> int:
     return count
 
 
-def _dtype_option(dtype: str, device: torch.device) -> torch.dtype | str:
+def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """The dtype that a model is loaded in; "auto" is the checkpoint's own."""
     try:
         called = dtype_called(dtype)
     except ValueError as error:
@@ -288,7 +289,7 @@ def read_per_token(model: nn.Module) -> int:
     if isinstance(model, PreTrainedModel):
         output = model.get_output_embeddings()
     projected = getattr(output, "weight", None)
-    chosen = _experts_per_token(model)
+    chosen = experts_per_token(model)
     unread = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.weight is not projected:
@@ -298,10 +299,10 @@ def read_per_token(model: nn.Module) -> int:
     return parameter_count(model) - unread
 
 
-def _experts_per_token(model: nn.Module) -> int:
+def experts_per_token(model: nn.Module) -> int:
     """How many routed experts a token has; 0 without experts, or if unknown."""
     config: Any = text_config(model) if isinstance(model, PreTrainedModel) else model.config
-    for key in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts"):
+    for key in ("num_experts_per_tok", "numexperts_per_token", "moe_topk", "top_k_experts"):
         value = getattr(config, key, None)
         if value:
             return max(value) if isinstance(value, list) else int(value)

@@ -1,0 +1,194 @@
+"""The memory that a training run takes on each device, forecast before anything is loaded: the
+models are built without values.
+"""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.utils import get_max_memory
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from draftsmith.core.devices import resolve_device
+from draftsmith.core.launcher import launcher_request
+from draftsmith.core.models import experts_per_token, memory_bytes, parameter_count, weights_dtype
+from draftsmith.core.ranks import launched
+from draftsmith.drafts.config import BLOCK_KINDS
+from draftsmith.drafts.heads import HEADS
+from draftsmith.train.chunked import chunk_size
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.draft_setup import fresh_options, is_untrained, read_shape
+from draftsmith.train.optimizer import hidden_matrices
+from draftsmith.train.parallel import repeated_layers
+from draftsmith.train.trainees import TRAINEES
+
+_FP32 = 4
+# Logits of a chunk: draft's, target's, their gradient, and one more while they are made.
+_LOGITS = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on each device. optimizer: with the gradients. logits: of a chunk. free: what the
+    device has left.
+    """
+
+    target: int
+    draft: int
+    optimizer: int
+    activations: int
+    logits: int
+    free: int
+
+    @property
+    def total(self) -> int:
+        return self.target + self.draft + self.optimizer + self.activations + self.logits
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.free
+
+
+def forecast(config: TrainConfig) -> Memory:
+    """Return what training with these options takes; activations within a factor of two."""
+    device = resolve_device(config.device)
+    target = None
+    with torch.device("meta"):
+        if config.target is not None:
+            target = _without_values(_read(config, config.target), config, device)
+        draft = _draft(config, target)
+    parameters = [each for each in draft.parameters() if each.requires_grad]
+    trained = sum(map(torch.numel, parameters))
+    moments = 2 * trained
+    name = config.optim.name or ("muon" if is_untrained(config.draft) else "adamw")
+    if name == "muon":
+        moments -= sum(map(torch.numel, hidden_matrices(draft)))
+    weights = _FP32 * parameter_count(draft)
+    optimizer = _FP32 * (trained + (0 if name == "sgd" else moments))
+    if launcher_request() in ("fsdp", "zero"):
+        optimizer //= launched()
+    if launcher_request() == "fsdp":
+        weights //= launched()
+    return Memory(
+        target=0 if target is None else _held(config, target),
+        draft=weights,
+        optimizer=optimizer,
+        activations=_activations(config, target, draft),
+        logits=_logits(config, draft if target is None else target),
+        free=_free(device),
+    )
+
+
+def in_words(config: TrainConfig) -> list[str]:
+    """Return a line with the forecast, and one with the option that makes it fit if it does not;
+    none for models that cannot be read, which is told where they are loaded.
+    """
+    try:
+        memory = forecast(config)
+    except Exception:
+        return []
+    gib = {key: f"{value / 2**30:.2f}" for key, value in vars(memory).items()}
+    line = (
+        f"memory: {memory.total / 2**30:.2f} GiB on each device: target {gib['target']}, draft "
+        f"{gib['draft']}, gradients and optimizer {gib['optimizer']}, activations about "
+        f"{gib['activations']}, logits {gib['logits']}; {gib['free']} are free"
+    )
+    return [line] if memory.fits else [line, f"memory: does not fit; {_fix(config, memory)}"]
+
+
+def _held(config: TrainConfig, target: PreTrainedModel) -> int:
+    """Bytes of the target; of one whose states are in files, without its layers."""
+    layers = repeated_layers(target) if config.states is not None else []
+    return memory_bytes(target) - sum(map(memory_bytes, layers))
+
+
+def _fix(config: TrainConfig, memory: Memory) -> str:
+    for batch in (config.batch_size // 2**power for power in range(1, 16)):
+        if batch and forecast(replace(config, batch_size=batch)).fits:
+            return f"lower batch_size to {batch} and raise accumulation as much"
+    shared = memory.total - (memory.draft + memory.optimizer) * (launched() - 1) // launched()
+    if launched() > 1 and launcher_request() != "fsdp" and shared <= memory.free:
+        return "launch with configs/accelerate/fsdp2.yaml, which divides draft and optimizer"
+    halved = config.dtype == "auto" and forecast(replace(config, dtype="bfloat16")).fits
+    if halved:
+        return "halve the target by --dtype bfloat16"
+    return "read the target's states from files (distill --states), or take a smaller pair"
+
+
+def _read(config: TrainConfig, name: str) -> PretrainedConfig:
+    revision = config.revision if name == config.target else None
+    read: PretrainedConfig = AutoConfig.from_pretrained(
+        name, trust_remote_code=config.trust_remote_code, revision=revision or "main"
+    )
+    return read
+
+
+def _without_values(
+    shape: PretrainedConfig, config: TrainConfig, device: torch.device | None
+) -> PreTrainedModel:
+    """Build a model in the dtype that it is loaded in; a draft is trained in fp32."""
+    dtype: Any = torch.float32
+    if device is not None:
+        dtype = weights_dtype(config.dtype, device)
+        if dtype == "auto":
+            dtype = getattr(shape.get_text_config(decoder=True), "dtype", None) or torch.float32
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        shape, dtype=dtype, trust_remote_code=config.trust_remote_code
+    )
+    return model
+
+
+def _draft(config: TrainConfig, target: PreTrainedModel | None) -> Any:
+    if config.kind != "lm":
+        assert target is not None
+        given = fresh_options(config)
+        if config.draft_vocab_size is not None:
+            given["draft_vocab"] = list(range(config.draft_vocab_size))
+        if config.kind in BLOCK_KINDS:
+            given["mask_token_id"] = 0
+        return HEADS[config.kind].fresh(target, **given)
+    if config.draft is not None:
+        return _without_values(_read(config, config.draft), config, None)
+    assert config.draft_config is not None
+    shape = read_shape(config.draft_config, None if target is None else target.config)
+    return _without_values(shape, config, None)
+
+
+def _activations(config: TrainConfig, target: PreTrainedModel | None, draft: Any) -> int:
+    """Bytes that a forward keeps for its backward: what the draft's matrices read and write, at
+    every depth; and the states of one layer of the target.
+    """
+    tokens = config.batch_size * config.max_length
+    widths = _widths(draft)
+    kept = sum(widths)
+    if config.gradient_checkpointing:
+        kept = 2 * max(widths)
+    usual: int = getattr(TRAINEES[config.kind], "usual_steps", 1)
+    total = tokens * kept * _FP32 * (config.head.test_steps or usual)
+    if target is not None:
+        total += 2 * tokens * max(_widths(target)) * target.dtype.itemsize
+    return total
+
+
+def _logits(config: TrainConfig, model: Any) -> int:
+    weight = model.get_output_embeddings().weight
+    chunk = chunk_size(weight, None, None, resolve_device(config.device).type)
+    return _LOGITS * _FP32 * len(weight) * min(config.batch_size * config.max_length, chunk)
+
+
+def _widths(model: Any) -> list[int]:
+    """How many values each matrix of the layers reads and writes for one token; of a mixture, those
+    of the experts that a token has.
+    """
+    widths = [sum(weight.shape) for weight in hidden_matrices(model)]
+    stacked = [each for each in model.parameters() if each.ndim == 3]
+    return widths + [experts_per_token(model) * sum(each.shape[1:]) for each in stacked]
+
+
+def _free(device: torch.device) -> int:
+    """Memory of a device that is not in use; of the machine's, the share of one process."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(get_max_memory()["cpu"]) // processes
