@@ -170,7 +170,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     assert "6 steps" in before_work[-4] and before_work[-3].startswith("pays: from ")
     assert before_work[-2].startswith("expected at most: ")
     assert "engines: such a draft runs in transformers, vllm" in err
-    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 7
+    assert f"{len(chosen)} chosen" in before_work[-1] and len(before_work) <= 8
     named = {line.split()[0] for line in chosen}
     assert {
         "heldout_prompts",
