@@ -16,7 +16,7 @@ from draftsmith.core.chats import Chat, encode_messages
 from draftsmith.core.errors import at
 from draftsmith.core.io import read_json
 from draftsmith.core.prompt_rows import iterate_suite, parse_record
-from draftsmith.core.prompts import Prompt, PromptSet, content_id, read_prompts
+from draftsmith.core.prompts import Prompt, PromptSet, content_id
 from draftsmith.core.ranks import say
 from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
@@ -28,6 +28,7 @@ from draftsmith.decode import take_over
 from draftsmith.drafts.load import LoadedModels, load_models
 from draftsmith.eval.config import EvalConfig, PlanConfig
 from draftsmith.eval.decoding import answers
+from draftsmith.eval.other_templates import read_set
 from draftsmith.eval.schema import SuiteKind
 from draftsmith.eval.suites import Suite, fit
 
@@ -51,7 +52,7 @@ def load(
         if _asks_again(source):
             read = _read_questions(source, tokenizer, name, config.max_prompts)
         else:
-            read = read_prompts(
+            read = read_set(
                 source,
                 tokenizer,
                 domain=name,

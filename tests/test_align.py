@@ -502,6 +502,9 @@ def test_choices_follow_what_is_given():
     assert large.train.batch_size < usual.train.batch_size
     # Chats have longer answers, and nothing is longer than the context.
     assert chosen(rows="chat").distill.max_new_tokens > usual.distill.max_new_tokens
+    # Those that are held out are also asked under other templates.
+    assert eval_config(usual).ood == []
+    assert eval_config(chosen(rows="chat")).ood == ["p-template=template:o/prompts/heldout.jsonl"]
     assert chosen(context=96).distill.max_new_tokens == 48
     assert chosen(context=96, longest_prompt=90).train.max_length == 96
     # Few prompts are answered more often, and fewer of them are held out.

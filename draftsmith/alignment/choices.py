@@ -342,5 +342,10 @@ CHOICES = (
         lambda known: 0 if known.options.eval.tree == ["none"] else known.by_device(8, 6),
         "{known.device}",
     ),
+    Choice(
+        "eval.other_template",
+        lambda known: known.facts.rows == "chat" and not known.options.id,
+        "{known.facts.rows} rows",
+    ),
     Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.device}"),
 )

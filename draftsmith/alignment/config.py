@@ -147,6 +147,10 @@ class EvalChoices:
     """Prompts to read from each set."""
     max_new_tokens: Rare[Open[AtLeast1]] = OPEN
     """Maximum length of a continuation."""
+    other_template: Rare[Open[bool]] = OPEN
+    """Also ask the prompts in distribution under a system sentence, in another template, on another
+    date, as a set out of distribution.
+    """
     speed_prompts: Rare[Open[AtLeast0]] = OPEN
     """Prompts per set to time at batch 1; 0 skips timing."""
     batch_size: Rare[Open[AtLeast1]] = OPEN

@@ -17,7 +17,7 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.prompt_rows import iterate_rows, parse_named
-from draftsmith.core.prompts import PromptSet, read_prompts, room_for_prompts
+from draftsmith.core.prompts import PromptSet, room_for_prompts
 from draftsmith.core.ranks import launched
 from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
 from draftsmith.core.tokenization import load_tokenizer
@@ -30,6 +30,7 @@ from draftsmith.drafts.draft_vocabulary import (
 )
 from draftsmith.drafts.engine_commands import Support
 from draftsmith.drafts.load import LoadedModels, load_models
+from draftsmith.eval.other_templates import read_set
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ def _read(
     """Read the prompts that leave room for the new tokens of a stage."""
     new_tokens = getattr(config, stage).max_new_tokens or 1
     room = room_for_prompts(models.context, new_tokens, f"{stage}.max_new_tokens")
-    return read_prompts(
+    return read_set(
         source,
         models.tokenizer,
         prompt_tokens=config.prompt_tokens,

@@ -186,12 +186,17 @@ def eval_config(config: AlignConfig) -> EvalConfig:
     heldout = Path(config.prompts.partition(":")[0]).stem
     if not NAME.fullmatch(heldout) or heldout in (*parse_named("ood", config.ood), "id", "ood"):
         heldout = "heldout"
+    own = config.id or [f"{heldout}={out / 'prompts' / 'heldout.jsonl'}"]
+    changed = []
+    if config.eval.other_template:
+        for name, source in parse_named("id", own).items():
+            changed.append(f"{name}-template=template:{source}")
     return EvalConfig(
         **_shared(config.eval, EvalConfig),
         **_common(config),
         draft=contenders(config),
-        id=config.id or [f"{heldout}={out / 'prompts' / 'heldout.jsonl'}"],
-        ood=config.ood,
+        id=own,
+        ood=[*config.ood, *changed],
         out=str(out / "eval"),
         top_p=config.distill.top_p,
         top_k=config.distill.top_k,

@@ -1,0 +1,102 @@
+"""The same chats as another server would send them, as a prompt set of an evaluation."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.prompts import PromptSet
+from draftsmith.core.template_date import date_of, fix_date
+from draftsmith.core.tokenization import Tokenizer, text_with_specials
+from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.groups import groups_of
+from draftsmith.eval.loading import load
+from draftsmith.eval.other_templates import read_set
+from draftsmith.eval.request import check
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+STRICT = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TURNS
+)
+DATED = "{{ strftime_now('%d %B') }}" + TURNS
+QUESTIONS = ["What is the fox?", "Who jumps over the dog?", "Where is the lazy dog?"]
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    rows = []
+    for question in QUESTIONS:
+        asked = [{"role": "user", "content": question}]
+        rows.append({"messages": [*asked, {"role": "assistant", "content": "A dog."}]})
+    # A chat with a system sentence and an earlier answer.
+    earlier = [{"role": "system", "content": "Be terse."}, *rows[0]["messages"]]
+    rows.append({"messages": [*earlier, {"role": "user", "content": "Why is that so?"}]})
+    file = tmp_path / "chats.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def texts(tokenizer: Tokenizer, found: PromptSet) -> list[str]:
+    return [text_with_specials(tokenizer, prompt.ids) for prompt in found.prompts]
+
+
+def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer):
+    tokenizer.chat_template = TURNS
+    plain = read_set(chats, tokenizer, domain="own")
+    found = read_set(f"template:{chats}", tokenizer, domain="own")
+    sentence = "[system]Answer in plain words, and do not repeat the question."
+    first, second, third, last = texts(tokenizer, found)
+    assert first == f"{sentence}[user]{QUESTIONS[0]}" and third == f"{sentence}[user]{QUESTIONS[2]}"
+    assert second == f"<s>User: {QUESTIONS[1]}\n\nAssistant:"
+    assert last.endswith("Assistant: A dog.\n\nUser: Why is that so?\n\nAssistant:")
+    assert [prompt.asked for prompt in found.prompts] == [prompt.asked for prompt in plain.prompts]
+    assert [prompt.id.rpartition("-")[2] for prompt in found.prompts] == [
+        "system",
+        "transcript",
+    ] * 2
+    numbers = groups_of([*plain.prompts, *found.prompts])
+    assert numbers[: len(plain.prompts)] == numbers[len(plain.prompts) :]
+    assert found.source == f"template:{chats}" and found.rows == plain.rows
+
+
+def test_what_a_template_allows_is_changed(chats, tokenizer):
+    tokenizer.chat_template = STRICT
+    found = read_set(f"template:{chats}", tokenizer)
+    assert all("User: " in text for text in texts(tokenizer, found))
+    tokenizer.chat_template = DATED
+    fix_date(tokenizer, "2026-01-02")
+    printed = texts(tokenizer, read_set(f"template:{chats}", tokenizer))
+    assert printed[0].startswith("02 January[system]") and printed[2].startswith("21 July[user]")
+    assert date_of(tokenizer) == "2026-01-02"
+
+
+def test_only_chats_have_a_template(tmp_path, tokenizer):
+    tokenizer.chat_template = TURNS
+    file = tmp_path / "mixed.jsonl"
+    rows: list[dict[str, Any]] = [{"prompt": "The fox"}]
+    rows.append({"messages": [{"role": "user", "content": "Why?"}]})
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_set(f"template:{file}", tokenizer)
+    assert len(found.prompts) == 1 and "is no chat" in found.skipped[0].reason
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(InputError, match=r"template:.*mixed.jsonl: none of its rows is a chat"):
+        read_set(f"template:{file}", tokenizer)
+
+
+def test_eval_reads_such_a_set(chats, target_dir, draft_dir):
+    config = EvalConfig(
+        target=target_dir,
+        draft=[f"small={draft_dir}"],
+        id=[f"own={chats}"],
+        ood=[f"other=template:{chats}"],
+        chat_template=TURNS,
+        out="out",
+        max_new_tokens=2,
+        device="cpu",
+    )
+    request = check(config)
+    (own, other), _ = load(config, request.drafts, request.id_sets, request.ood_sets)
+    assert (own.kind, other.kind, other.source) == ("id", "ood", f"template:{chats}")
+    assert all(a.ids != b.ids for a, b in zip(own.prompts, other.prompts, strict=True))
