@@ -2,6 +2,7 @@
 do.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Drafting:
     per_request: bool = False
     counts: dict[str, int] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
         """The reply to a GET."""
@@ -67,14 +69,10 @@ class Drafting:
             "ignore_eos": True,
         }
         how |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": len(self.bodies)}
-        first = self.pair.generate(prompt, draft=(), max_new_tokens=1, **how).output_ids
-        rest = self.pair.generate(
-            prompt + first,
-            tree=f"chain:{self.tokens}",
-            verifier=self.verifier,
-            max_new_tokens=most - 1,
-            **how,
-        )
+        key = json.dumps([prompt, most, how if how["temperature"] else 0])
+        if key not in self.memory:
+            self.memory[key] = self._generated(prompt, most, how)
+        first, rest = self.memory[key]
         ids, stats = first + rest.output_ids, rest.stats
         if self.speculates:
             by_depth = [*stats.accepted_by_depth, *[0] * self.tokens]
@@ -118,6 +116,17 @@ class Drafting:
             }
             replies["vllm"]["metrics"] = {"speculative_decoding": metrics}
         return replies[self.engine]
+
+    def _generated(self, prompt: list[int], most: int, how: dict[str, Any]) -> Any:
+        first = self.pair.generate(prompt, draft=(), max_new_tokens=1, **how).output_ids
+        rest = self.pair.generate(
+            prompt + first,
+            tree=f"chain:{self.tokens}",
+            verifier=self.verifier,
+            max_new_tokens=most - 1,
+            **how,
+        )
+        return first, rest
 
 
 @contextmanager

@@ -5,7 +5,7 @@ named.
 import copy
 import json
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -318,12 +318,12 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
     draft: Any = pair.drafts["draft"]
     random = torch.Generator().manual_seed(1)
 
+    @cache
     @torch.no_grad()
-    def penalised(path: str, body: dict[str, Any]) -> dict[str, Any]:
-        prompt: list[int] = body["prompt"]
+    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
         ids: list[int] = []
-        for _ in range(body["max_tokens"]):
-            logits = pair.target(torch.tensor([prompt + ids])).logits[0, -1]
+        for _ in range(most):
+            logits = pair.target(torch.tensor([[*prompt, *ids]])).logits[0, -1]
             for token in {*prompt, *ids} if kind == "repetition" else set(ids):
                 own = float(logits[token])
                 if kind == "repetition":
@@ -333,7 +333,13 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
                 logits[token] = own
             chances = (logits / (temperature or 1e-4)).softmax(0)
             ids.append(int(chances.multinomial(1, generator=random)))
+        return ids
 
+    def penalised(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        prompt: list[int] = body["prompt"]
+        ids = answer(tuple(prompt), body["max_tokens"])
+
+        @torch.no_grad()
         def guess(text: list[int]) -> int:
             return int(draft(torch.tensor([prompt + text])).logits[0, -1].argmax())
 

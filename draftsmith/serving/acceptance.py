@@ -9,26 +9,21 @@ Legend: P prompts, D depths, R resamples.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftsmith.config import ServedConfig
-from draftsmith.core.errors import InputError
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
-from draftsmith.core.models import eos_ids
 from draftsmith.core.options import configured
-from draftsmith.core.progress import track
-from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options
 from draftsmith.core.template_date import fix_date
-from draftsmith.distill.engines.server import Completion
 from draftsmith.drafts.load import depth_limit, other_targets
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import (
@@ -45,29 +40,26 @@ from draftsmith.eval.groups import groups_of
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
 from draftsmith.pair import Pair, load_pair
-from draftsmith.serving.replay import Case, Replay, replay
+from draftsmith.serving.asking import Asker, ServedPrompt, ask
+from draftsmith.serving.patterns import (
+    RESAMPLES,
+    Compared,
+    Pattern,
+    by_cached,
+    by_length,
+    close,
+    find_patterns,
+    later_counts,
+    less_later,
+)
+from draftsmith.serving.replay import Case, replay
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Change
 
-# Ignore smaller differences: in accepted tokens per call, and in the likelihood of the texts.
-_ACCEPTED_MARGIN = 0.05
+# Ignore smaller differences in the likelihood of the texts.
 _TEXT_MARGIN = 0.03
 # Temperatures to try if the server does not report its own default.
 _TEMPERATURES = (0.0, 0.3, 0.6, 0.7, 0.8, 1.0)
-_RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class ServedPrompt:
-    """A prompt with the server's answer."""
-
-    prompt: Prompt
-    answer: ServedAnswer
-
-    def text(self, output_ids: Sequence[int]) -> Continuation:
-        """Return an answer after its first token, which engines take from the prompt's forward."""
-        prompt_ids = [*self.prompt.ids, output_ids[0]]
-        return Continuation(self.prompt.id, prompt_ids, output_ids[1:])
 
 
 @quiet()
@@ -85,24 +77,31 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     pair = _load(config)
     given = {"temperature": config.temperature}
     sampling = resolve_sampling(config.target, pair.target, given).sampling
-    asked = _ask(server, pair, config, sampling)
+    asker = Asker.of(server, pair, config, sampling)
+    asked = ask(asker, pair, config)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
     case = _case(server, pair, asked, sampling)
     groups = groups_of([each.prompt for each in asked])
-    picks = resamples(groups, _RESAMPLES, seed=0)
     counted = _counted(answers)
     predicted = replay(case, tokens)
+    picks = resamples(groups, RESAMPLES, seed=0)
     likelihood = estimate(predicted.likelihood, picks)
-    own_texts = _close(likelihood, 1.0, _TEXT_MARGIN)
+    own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
     if not own_texts:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
-    away = difference(counted, predicted.tokens, picks)
-    less = (away["value"] or 0.0) < -_margin(predicted)
+    counts = Compared(counted, predicted.tokens, groups)
+    away = counts.away
+    less = (away["value"] or 0.0) < -counts.margin
+    patterns = less_later(counts, asked)
     if own_texts:  # then require a significant difference, too
-        less = less and not _close(away, 0.0, 0.0)
-    tried = _try(_to_try(own_texts, less), case, tokens, counted, picks)
+        less = less and not close(away, 0.0, 0.0)
+        patterns = find_patterns(counts, asked, less, tokens) + patterns
+    tried = _try(_to_try(own_texts, less), case, tokens, counts, patterns)
+    for pattern in patterns:
+        tried.append(pattern.row(counted, likelihood))
+    tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
     cause = next((row for row in tried if row["fits"]), None)
     return {
         "url": server.url,
@@ -121,8 +120,17 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
             "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, picks),
         },
         "difference": away,
+        "by_length": by_length(counts, asked),
+        "by_cached": by_cached(counts, asked),
+        "readings": {
+            name: {
+                "tokens_per_call": estimate(again, picks),
+                "difference": difference(again, counted, picks),
+            }
+            for name, again in later_counts(asked).items()
+        },
         "likelihood": likelihood,
-        "verdict": "less than predicted" if less else "as predicted",
+        "verdict": "less than predicted" if less or patterns else "as predicted",
         "own_texts": own_texts,
         "other_target": next(iter(other_targets([config.draft], pair.target)), None),
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
@@ -144,40 +152,6 @@ def _load(config: ServedConfig) -> Pair:
     if date is not None:
         say(f"the chat template prints the date; in these prompts it is {date}")
     return pair
-
-
-def _ask(
-    server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling
-) -> list[ServedPrompt]:
-    """Ask every prompt. Return those whose answer has at least two tokens."""
-    read = read_prompts(
-        config.prompts,
-        pair.tokenizer,
-        prompt_tokens=config.prompt_tokens,
-        max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
-        limit=config.max_prompts,
-    )
-    read.say_skipped()
-    completion = Completion(
-        model=server.model,
-        tokenizer=pair.tokenizer,
-        sampling=sampling,
-        max_new_tokens=config.max_new_tokens,
-        eos_ids=eos_ids(pair.target),
-        ignore_eos=False,
-        vocabulary=len(pair.tokenizer),
-    )
-    kept = []
-    for prompt in track(read.prompts, "prompts served", len(read.prompts)):
-        answer = server.answer(prompt, completion, config.temperature is not None)
-        if len(answer.output_ids) > 1:
-            kept.append(ServedPrompt(prompt, answer))
-    if not kept:
-        raise InputError(
-            f"--prompts {config.prompts}: every answer ends with its first token; nothing can be "
-            "drafted"
-        )
-    return kept
 
 
 def _case(
@@ -229,19 +203,6 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
     return estimates
 
 
-def _close(value: Estimate, to: float, margin: float) -> bool:
-    """Return whether an estimate is within the margin, or its interval holds the value."""
-    if abs((value["value"] or 0.0) - to) <= margin:
-        return True
-    low = value["low"]
-    high = value["high"]
-    return low is not None and low <= to and (high is None or to <= high)
-
-
-def _margin(predicted: Replay) -> float:
-    return _ACCEPTED_MARGIN * ((predicted.tokens.pooled or 1.0) - 1)
-
-
 def _counted(answers: Sequence[ServedAnswer]) -> PromptSums:
     """Return the emitted tokens over the target calls; the first token comes without a call."""
     emitted = [len(answer.output_ids) - 1 for answer in answers]
@@ -280,35 +241,40 @@ def _try(
     suspects: Mapping[str, Change],
     case: Case,
     tokens: int,
-    counted: PromptSums,
-    picks: Resamples,
+    counts: Compared,
+    patterns: Sequence[Pattern],
 ) -> list[JsonObject]:
-    """Replay every suspect that applies; return the best fit first.
+    """Replay every suspect that applies.
 
     misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts
-    are.
+    are. A suspect must fit on both sides of every split.
     """
+    served = counts.served
+    calls_P = served.denominator_P
+    sides: list[Sequence[int]] = [range(len(case.rows))]
+    for pattern in patterns:
+        if pattern.split:
+            sides += [pattern.split.before, pattern.split.after]
     tried = []
-    calls_P = counted.denominator_P
     for name, change in suspects.items():
         for detail, changed in _by_rule(change(case)):
             found = replay(changed, tokens)
-            likelihood = estimate(found.likelihood, picks)
-            away = difference(counted, found.tokens, picks)
+            likelihood = estimate(found.likelihood, counts.picks)
             differing_P = np.abs(found.tokens.denominator_P - calls_P)
             unlikely = abs(1 - (likelihood["value"] or 0.0))
             misfit = differing_P.sum() / calls_P.sum() + unlikely
-            likely = _close(likelihood, 1.0, _TEXT_MARGIN)
+            likely = close(likelihood, 1.0, _TEXT_MARGIN)
+            replayed = Compared(served, found.tokens, counts.groups)
             row = {
                 "suspect": name,
                 "detail": detail,
                 "tokens_per_call": found.tokens.pooled,
                 "likelihood": likelihood["value"],
                 "misfit": float(misfit),
-                "fits": likely and _close(away, 0.0, _margin(found)),
+                "fits": likely and all(replayed.of(side).as_predicted for side in sides),
             }
             tried.append(row)
-    return sorted(tried, key=lambda row: (not row["fits"], row["misfit"]))
+    return tried
 
 
 def _by_rule(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:

@@ -22,6 +22,11 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     for depth in range(found["draft_tokens"]):
         counted = served["by_depth"] and served["by_depth"][depth]
         lines.append(_row(f"position {depth + 1}", counted, predicted["by_depth"][depth]))
+    lines += _table("prompt tokens", found["by_length"], "up to {:d}")
+    lines += _table("prompt cached", found["by_cached"], "up to {:.0%}")
+    for name, again in found["readings"].items():
+        away = with_interval(again["difference"], sign=True)
+        lines.append(f"a second reading {name}: {away} tokens per call")
     lines += [f"remark: {remark}" for remark in found["remarks"]]
     lines += _tried(found["tried"][:_SHOWN])
     if found["other_target"]:
@@ -34,6 +39,17 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
 
 def _row(name: str, served: Estimate | None, predicted: Estimate) -> str:
     return f"{name:<18}{with_interval(served):<24}{with_interval(predicted)}"
+
+
+def _table(title: str, rows: list[JsonObject], name: str) -> list[str]:
+    """Return the rows of a table, if it has several."""
+    if len(rows) < 2:
+        return []
+    lines = [f"{title:<18}{'served':<24}{'predicted':<24}prompts"]
+    for row in rows:
+        figures = _row(name.format(row["up_to"]), row["served"], row["predicted"])
+        lines.append(f"{figures:<66}{row['prompts']}")
+    return lines
 
 
 def _tried(tried: list[JsonObject]) -> list[str]:

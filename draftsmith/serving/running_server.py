@@ -15,13 +15,14 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import httpx
 
 from draftsmith.core.errors import InputError, RunError, first_line
-from draftsmith.core.io import JsonObject
+from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith.core.sampling import Sampling
@@ -42,7 +43,9 @@ _HOW = {
     "llamacpp": "start llama-server with -md DRAFT.gguf and --spec-type",
     "sglang": "start it with --speculative-algorithm",
 }
-_COUNTER = re.compile(r"^\w+:spec_decode_num_(\w+?)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_COUNTER = re.compile(
+    r"^\w+:(?:spec_decode_num_)?(\w+?)_total(?:\{([^}]*)\})? (\S+)$", re.MULTILINE
+)
 _ANSWER_TIMEOUT_S = 600.0
 _COUNT_TIMEOUT_S = 5.0
 # Keys of a request that override the server's own sampling.
@@ -55,6 +58,17 @@ _SAMPLING = (
     "repeat_penalty",
     "samplers",
 )
+_NO_PENALTY = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+# Where each engine tells its version, build and arguments.
+_TELLS = {
+    "vllm": ("version", "server_info?config_format=json"),
+    "llamacpp": ("props",),
+    "sglang": ("get_server_info",),
+}
+_OF_THE_MODEL = ("id", "root", "max_model_len", "meta")
+_SECRET = re.compile(r"key|secret|password|auth|credential|(^|_)token$", re.IGNORECASE)
+# A longer text, such as a chat template, is told by its hash.
+_LONGEST_FACT = 200
 
 
 @dataclass(frozen=True)
@@ -64,7 +78,8 @@ class ServedAnswer:
     calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
     drafted tokens that were accepted, by position; None if the server does not say.
     reached_by_depth: calls that verified a token at each position; None: those that accepted the
-    one before. sampling: what the server drew from, if it says so.
+    one before. sampling: what the server drew from, if it says so. cached: tokens of the prompt
+    that its prefix cache held, if it says so.
     """
 
     prompt_ids: list[int]
@@ -74,6 +89,17 @@ class ServedAnswer:
     accepted_by_depth: list[int] | None = None
     reached_by_depth: list[int] | None = None
     sampling: Sampling | None = None
+    cached: int | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Which cached prompts a request may reuse: those with the same salt; in llama.cpp, which has
+    no salts, the last one if `reuses`.
+    """
+
+    salt: str
+    reuses: bool = False
 
 
 class RunningServer:
@@ -86,12 +112,31 @@ class RunningServer:
         self._client = httpx.Client(**client_options(self.url, self._key), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
         self.model = str(models[0].get("id"))
+        self._of_the_model = {key: models[0].get(key) for key in _OF_THE_MODEL}
         self.engine = str(models[0].get("owned_by"))
         if self.engine not in NAMES:
             raise InputError(
                 f"--served {url}: is not vLLM, SGLang or llama.cpp (owned_by: "
                 f"{said(repr(self.engine), self._key)})"
             )
+
+    def facts(self) -> JsonObject:
+        """Return what the server tells of itself: flat, without lists and secrets."""
+        told: JsonObject = {"model": self._of_the_model}
+        for path in _TELLS[self.engine]:
+            with suppress(InputError):
+                told |= self._json(path)
+        return dict(self._flat(told, ""))
+
+    def _flat(self, value: object, name: str) -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if not _SECRET.search(str(key)):
+                    yield from self._flat(item, f"{name}.{key}".lstrip("."))
+        elif isinstance(value, str):
+            yield name, said(value, self._key) if len(value) <= _LONGEST_FACT else hash_json(value)
+        elif isinstance(value, int | float):
+            yield name, value
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
         """Return the number of tokens drafted at a time. Raise InputError if nothing drafts."""
@@ -104,10 +149,16 @@ class RunningServer:
             )
         return max(positions, drafted)
 
-    def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
+    def answer(
+        self,
+        prompt: Prompt,
+        completion: Completion,
+        states_sampling: bool,
+        reading: Reading | None = None,
+    ) -> ServedAnswer:
         """Answer one prompt. If not `states_sampling`, leave the sampling to the server."""
         if self.engine == "sglang":
-            return self._sglang(list(prompt.ids), completion, states_sampling)
+            return self._sglang(list(prompt.ids), completion, states_sampling, reading)
         vllm = self.engine == "vllm"
         dialect = Dialect("openai" if vllm else "llama.cpp")
         path = "v1/completions" if vllm else "completion"
@@ -125,8 +176,14 @@ class RunningServer:
         body = dialect.body(completion, request)
         if chat:
             del body["prompt"]
-        if not states_sampling:
+        if states_sampling:
+            body |= _NO_PENALTY
+        else:
             body = {key: value for key, value in body.items() if key not in _SAMPLING}
+        if reading and vllm:
+            body["cache_salt"] = reading.salt
+        elif reading:
+            body["cache_prompt"] = reading.reuses
         before = self._counters()
         reply = self._json(path, body | chat)
         if vllm:
@@ -134,8 +191,12 @@ class RunningServer:
         ids = self._ids(dialect, completion, read, reply)
         if not vllm:
             return _timed(reply, read, ids, self._counters(before))
+        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens")
         steps = (reply.get("metrics") or {}).get("speculative_decoding")
-        return self._counted(read, ids, before) if steps is None else count_steps(read, ids, steps)
+        if steps is None:
+            return self._counted(read, ids, before, cached)
+        return replace(count_steps(read, ids, steps), cached=cached)
 
     def _ids(
         self, dialect: Dialect, completion: Completion, read: list[int], reply: JsonObject
@@ -150,7 +211,11 @@ class RunningServer:
             ) from None
 
     def _sglang(
-        self, ids: list[int], completion: Completion, states_sampling: bool
+        self,
+        ids: list[int],
+        completion: Completion,
+        states_sampling: bool,
+        reading: Reading | None,
     ) -> ServedAnswer:
         sampling = completion.sampling
         settings: dict[str, float] = {"max_new_tokens": completion.max_new_tokens}
@@ -161,25 +226,37 @@ class RunningServer:
                 "top_p": sampling.top_p,
                 "min_p": sampling.min_p,
                 "repetition_penalty": 1.0,
+                **_NO_PENALTY,
             }
-        reply = self._json("generate", {"input_ids": ids, "sampling_params": settings})
+        body: JsonObject = {"input_ids": ids, "sampling_params": settings}
+        if reading:
+            body["extra_key"] = reading.salt
+        reply = self._json("generate", body)
         info = self._json("get_server_info")
         if (info.get("speculative_eagle_topk") or 1) > 1:
             raise InputError(
                 f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1"
             )
-        calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
+        meta = reply["meta_info"]
+        calls = int(meta.get("spec_verify_ct") or 0)
         drafted = calls * int(info.get("speculative_num_steps") or 0)
-        return ServedAnswer(ids, reply["output_ids"], calls, drafted)
+        cached = meta.get("cached_tokens")
+        return ServedAnswer(ids, reply["output_ids"], calls, drafted, cached=cached)
 
-    def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
-        """Wait until the counters hold this answer. vLLM counts after it has answered."""
+    def _counted(
+        self, prompt_ids: list[int], ids: list[int], before: Counter[str], cached: int | None
+    ) -> ServedAnswer:
+        """Wait until the counters hold this answer. vLLM counts after it has answered.
+
+        It counts no step without drafts; each of them emits one token.
+        """
         end = time.monotonic() + _COUNT_TIMEOUT_S
         while True:
             counts = self._counters(before)
             emitted = counts["drafts"] + counts["accepted_tokens"]
             by_depth = _by_depth(counts)
-            if emitted >= len(ids) - 1 or time.monotonic() > end or not by_depth:
+            whole = emitted >= len(ids) - 1 or counts["generation_tokens"] >= len(ids)
+            if whole or time.monotonic() > end or not by_depth:
                 break
             time.sleep(0.02)
         if emitted > len(ids) + len(by_depth):
@@ -187,7 +264,15 @@ class RunningServer:
                 f"{self.url}: counted tokens of other requests; let nobody else use the server "
                 "meanwhile"
             )
-        return ServedAnswer(prompt_ids, ids, counts["drafts"], counts["draft_tokens"], by_depth)
+        return ServedAnswer(
+            prompt_ids=prompt_ids,
+            output_ids=ids,
+            calls=counts["drafts"] + max(0, len(ids) - 1 - emitted) * bool(counts["drafts"]),
+            drafted=counts["draft_tokens"],
+            accepted_by_depth=by_depth,
+            reached_by_depth=[counts["drafts"], *by_depth[:-1]] if by_depth else None,
+            cached=counts.get("prompt_tokens_cached") if cached is None else cached,
+        )
 
     def _counters(self, before: Mapping[str, int] | None = None) -> Counter[str]:
         """Return what the server's counters of drafts, summed over its engines, gained since
@@ -262,6 +347,7 @@ def _timed(
         drafted=timings.get("draft_n", 0),
         accepted_by_depth=_by_depth(counts) or None,
         sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
+        cached=timings.get("cache_n"),
     )
 
 
