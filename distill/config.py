@@ -10,6 +10,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.options import (
     AtLeast1,
     ByContent,
+    Directory,
     Model,
     NamedPrompts,
     NotIdentity,
@@ -25,6 +26,7 @@ from draftsmith.core.options import (
     Text,
     Url,
     options,
+    options_of,
     refuse_unused,
 )
 from draftsmith.core.settings import Sampling
@@ -152,6 +154,14 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Stop at the first row that cannot be read, instead of skipping and counting it."""
     ignore_eos: Rare[bool] = False
     """Continue to max_new_tokens even if the target ends."""
+    states: Rare[NotIdentity[Directory | None]] = None
+    """Directory for the target's hidden states of every row, which vLLM gives with the answer; for
+    `train --states`. In process, or served on this machine with a shared directory.
+    """
+    states_layers: Rare[NotIdentity[list[AtLeast1]]] = field(default_factory=list)
+    """Layers whose output is kept beside that of the last one, from 1. Default: those that a fresh
+    EAGLE-3 head reads.
+    """
     push_to_hub: Rare[NotIdentity[str | None]] = None
     """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is
     private.
@@ -164,6 +174,15 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                 "temperatures: a mixture replaces --temperature; leave one of them out"
             )
         self.mixture()
+        if self.states is None:
+            refuse_unused(self, {"states_layers": "there is no --states"})
+        elif self.engine not in ("vllm", "openai"):
+            raise InputError(
+                f"states: --engine {self.engine} writes none; take vllm, or openai before a vLLM "
+                "server"
+            )
+        else:
+            refuse_unused(self, {"teacher_top_k": "--states has the target's distributions"})
         others = {key: of for key, of in _ENGINE_OF.items() if of != self.engine}
         refuse_unused(self, {key: f"it is for --engine {of}" for key, of in others.items()})
         if self.engine == "openai" and not self.endpoint:
@@ -198,6 +217,26 @@ class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
                     f"temperatures: {part!r}: expected TEMPERATURE:SHARE, such as 0.7:0.4"
                 ) from None
         return [replace(part, upto=part.upto / total) for part in parts]
+
+
+@options
+class StatesConfig(DistillConfig):
+    """Write the target's states of answers that exist: `draftsmith distill --states_of SET`."""
+
+    states_of: Annotated[list[Directory], Field(min_length=1)]
+    """Distilled sets whose rows get their states in --states."""
+    prompts: Rare[str] = ""
+    out: Rare[str] = ""
+    max_new_tokens: Rare[AtLeast1] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.states is None:
+            raise InputError("states: is missing; name the directory for the states")
+        read = {"target", "engine", "states", "states_of", "states_layers", *_ENGINE_OF}
+        read |= {option.key for option in options_of(TargetOptions)}
+        reason = "the answers exist"
+        refuse_unused(self, {key: reason for key in vars(self) if key not in read})
 
 
 @options

@@ -27,6 +27,7 @@ from draftsmith.distill.manifest import count_kept, kept_date, make_set
 from draftsmith.distill.own_prompts import draw_prompts, find_openings
 from draftsmith.distill.part_maker import Job, make_parts
 from draftsmith.distill.prompt_sources import StoredPrompts
+from draftsmith.distill.states import check, complete
 
 # Keys of the manifest that the summary repeats.
 _SUMMARY = ["response_tokens", "tokens_from", "own_prompts"]
@@ -55,6 +56,8 @@ def distill(
                 say(f"distill: the chat template prints the date; in this set it is {date}")
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
                 job = Job(config, engine, tokenizer, processes, date)
+                if engine.states is not None:
+                    check(config, engine)
                 summary = _distill(job, run, command or command_line("distill", config))
                 atexit.register(leave_processes)
                 return summary
@@ -89,6 +92,8 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         if config.thinking == "drop":
             template = str(tokenizer.chat_template)
             on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
+        if engine.states is not None and (count := prompts.count()) is not None:
+            engine.states.expected = count * config.num_samples
         if openings is not None:
             drawn = str(draw_prompts(job, openings, run))
             source = StoredPrompts(config, drawn, replace(reader, source=drawn), suites)
@@ -103,6 +108,9 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         processes=job.processes,
         by_content=options.known_by_content(config),
     )
+    if engine.states is not None:
+        # What an earlier run was killed before it wrote, or was not asked for.
+        complete(engine, [out])
     return {
         "out": config.out,
         **manifest["counts"],

@@ -15,6 +15,7 @@ from draftsmith.core.options import (
     AtLeast1,
     Directory,
     Model,
+    ModelOptions,
     NamedModel,
     NamedPrompts,
     NotIdentity,
@@ -22,11 +23,13 @@ from draftsmith.core.options import (
     PromptOptions,
     Prompts,
     Rare,
+    RevisionOptions,
     RunOptions,
     SamplingOptions,
     Spec,
     TargetOptions,
     Temperature,
+    Text,
     options,
     refuse_unused,
 )
@@ -131,6 +134,26 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
             if self.speed_prompts:
                 unread.append("speed_prompts")
             refuse_unused(self, dict.fromkeys(unread, "--tree none decodes nothing"))
+
+
+@options
+class StatesEvalConfig(ModelOptions, RevisionOptions):
+    """Measure drafts of a target that is nowhere in memory: `draftsmith eval --states DIR`."""
+
+    states: Directory
+    """The target's states of all answers, as `distill --states` writes them."""
+    target: Model
+    """Target model, of which embedding, final norm and output projection are loaded."""
+    draft: Annotated[list[Model], Field(min_length=1)]
+    """Drafts: language models of its tokenizer, or heads."""
+    id: Annotated[list[Directory], Field(min_length=1)]
+    """Distilled sets in distribution: the target's own answers."""
+    ood: list[Directory] = field(default_factory=list)
+    """Distilled sets out of distribution."""
+    tree: list[Spec] = field(default_factory=lambda: ["chain:4"])
+    """Draft trees to predict tau for."""
+    out: NotIdentity[Text]
+    """Directory for states.json, the figures with their 95 % intervals."""
 
 
 @options

@@ -25,9 +25,11 @@ from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
+from draftsmith.core.state_files import StoredStates, cached_layers
 from draftsmith.decode import Tree
 from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
+from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.acceptance import (
     Continuation,
@@ -203,6 +205,7 @@ class _Reader:
     seed: int
     names: Mapping[str, str]
     observers: Mapping[str, Observer]
+    states: StoredStates | None = None
 
     def __post_init__(self) -> None:
         self.depths = max((method.shape.depth for method in self.methods), default=1)
@@ -230,20 +233,10 @@ class _Reader:
         columns = batch.ids_BT.shape[1]
         read = [draft.hidden_layers for draft in self.models.values() if isinstance(draft, Head)]
         layers = sorted(set(chain.from_iterable(read)))
-        # Causal models never see the padding on the right, so nothing need be masked. Without a
-        # mask some take every token that equals their padding for padding (XLM).
-        out, states = forward_with_states(
-            self.target,
-            layers,
-            input_ids=batch.ids_BT,
-            attention_mask=torch.ones_like(batch.ids_BT),
-            use_cache=False,
-            logits_to_keep=columns - first,
-        )
-        states_of_layer = dict(zip(layers, states, strict=True))
+        logits_BCV, states_of_layer = self._target(batch, layers, first)
         at = (batch.row_N, batch.column_N - first)
         p_NV = probs(
-            self._finite("", out.logits[:, first - columns :][at], batch, batch.row_N),
+            self._finite("", logits_BCV[at], batch, batch.row_N),
             self.sampling,
         )
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
@@ -272,6 +265,31 @@ class _Reader:
         for name, each in self.drafts.items():
             part.traces[name] = self._traces(each, batch, p_NV, traces_of)
         return part
+
+    def _target(
+        self, batch: _Batch, layers: Sequence[int], first: int
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The target's logits from column `first` on and its states: from a forward, or from
+        files.
+        """
+        columns = batch.ids_BT.shape[1]
+        if self.states is not None:
+            texts = [[*row.prompt_ids, *row.output_ids] for row in batch.rows]
+            rows = [self.states.get(ids).transpose(0, 1) for ids in texts]
+            states_BTLH = pad_sequence(rows, batch_first=True)[:, :columns].to(self.target.device)
+            stored = dict(zip(cached_layers(layers), states_BTLH.unbind(2), strict=True))
+            return borrow(self.target).project(stored[-1][:, first:]), stored
+        # Causal models never see the padding on the right, so nothing need be masked. Without a
+        # mask some take every token that equals their padding for padding (XLM).
+        out, states = forward_with_states(
+            self.target,
+            layers,
+            input_ids=batch.ids_BT,
+            attention_mask=torch.ones_like(batch.ids_BT),
+            use_cache=False,
+            logits_to_keep=columns - first,
+        )
+        return out.logits[:, first - columns :], dict(zip(layers, states, strict=True))
 
     def _traces(
         self, draft: AnyDraft, batch: _Batch, p_NV: Tensor, traces_of: Mapping[int, Traces]
@@ -394,16 +412,17 @@ def read_traces(
     seed: int = 0,
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
+    states: StoredStates | None = None,
 ) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
     """Return each draft's traces as far as `methods` need them, and each observer's results.
 
     All drafts share one forward of the target. Launched processes divide the batches.
     max_logits: the most logits held at once per model, except for a single row. names: the models
-    in error messages; the target's key is "". Raise RunError with model and prompt if logits are
-    not finite.
+    in error messages; the target's key is "". states: in place of the target's forward. Raise
+    RunError with model and prompt if logits are not finite.
     """
     observers = observers or {}
-    reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers)
+    reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers, states)
 
     def read_batch(index: int) -> list[_Part]:
         start = index * batch_size

@@ -56,6 +56,8 @@ class Server(ThreadingHTTPServer):
         self.processed: bool = options.get("processed", False)
         self.names: str = options.get("names", "")
         self.error: str = options.get("error", "not now")
+        # Writes the states of these tokens and returns the path.
+        self.states: Callable[[list[int]], str] | None = options.get("states")
         self.list_drips: int = options.get("list_drips", 0)
         self.bodies: list[dict[str, Any]] = []
         self.lists = 0
@@ -218,7 +220,10 @@ class _Handler(JsonHandler):
                     self._shown(shared | {f"token_id:{i}": math.log(0.5)}, body) for i in ids
                 ]
             }
-        named = {"model": server.names} if server.names else {}
+        named: dict[str, Any] = {"model": server.names} if server.names else {}
+        if server.states is not None and "kv_transfer_params" in body:
+            path = server.states([*prompt, *ids][:-1])
+            named["kv_transfer_params"] = {"hidden_states_path": path}
         return {"choices": [choice], "usage": usage, **named}
 
     def _shown(self, row: dict[str, float], body: dict[str, Any]) -> dict[str, float]:

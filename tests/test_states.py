@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import body_states, final_norm, layout_of
 from draftsmith.core.models import load_model
+from draftsmith.core.sampling import Sampling
 from draftsmith.core.state_files import (
     RAW_LAST,
     FeatureCache,
@@ -22,8 +23,16 @@ from draftsmith.core.state_files import (
     cached_layers,
     checkpoint_digest,
 )
+from draftsmith.drafts.heads import save_head
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.load import load_models
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.method import Method
+from draftsmith.eval.reading import measure_alphas
+from tests.distilled import rows_of
 from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
 from tests.test_train_kinds import OPTIONS as KINDS
+from tests.tiny_models import stirred
 from tests.train_laws import FAMILIES, tiny_family
 
 DIGEST = "d" * 16
@@ -196,3 +205,40 @@ def test_states_of_another_target_are_refused_by_the_command(
     at = words.index("--target")
     said = door.refused(*words[:at], *words[at + 2 :], *states)
     assert "target: is missing; heads, head.features and states need it" in said
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("lm", marks=pytest.mark.slow(4))])
+def test_alpha_and_tau_from_states_are_those_beside_the_target(
+    kind, target_dir, draft_dir, distilled, door, tmp_path
+):
+    draft = draft_dir
+    target = load_model(target_dir, device="cpu")
+    if kind == "eagle3":
+        draft = str(tmp_path / "head")
+        save_head(stirred(Eagle3Head.fresh(target)), draft)
+    rows = [row for row in rows_of(distilled)]
+    digest = checkpoint_digest(target_dir)
+    cache = FeatureCache(tmp_path / "states", digest, (0, 1, RAW_LAST), torch.float32, 2**24)
+    for row in rows:
+        ids = [*row["prompt_ids"], *row["response_ids"]]
+        with torch.no_grad():
+            found = body_states(target, (0, 1, 2), input_ids=torch.tensor([ids[:-1]]))
+        cache.put(ids, torch.cat(found))
+    cache.flush()
+    words = f"eval --states {tmp_path / 'states'} --target {target_dir} --draft {draft}".split()
+    words += ["--id", distilled, "--ood", distilled, "--out", tmp_path / "out", "--device", "cpu"]
+    figures = door.summary(*words)["figures"]
+    texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
+    pair = load_models(target_dir, {"d": draft}, device="cpu")
+    sampling = Sampling(temperature=rows[0]["temperature"])
+    methods = [Method("chain:4", "speculative")]
+    wanted = measure_alphas(target, pair.drafts, texts, sampling, methods, batch_size=16)["d"]
+    alpha = sum(wanted["sum"]) / sum(wanted["count"])
+    calls = sum(wanted["predicted"]["chain:4 speculative"]["target_calls"])
+    for figure in figures:
+        value = alpha if figure["metric"] == "alpha" else sum(wanted["count"]) / calls
+        assert figure["value"] == pytest.approx(value, abs=1e-5)
+        assert figure["low"] < figure["value"] < figure["high"]
+    assert [figure["kind"] for figure in figures] == ["id", "id", "ood", "ood"]
+    said = door.refused(*words, "--id", tmp_path)
+    assert "manifest.json" in said

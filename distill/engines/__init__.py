@@ -22,6 +22,7 @@ from draftsmith.core.settings import (
 )
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.engines.states import StateWriter
 
 # Batches of answers that a killed run may lose. A wave is refilled only from itself, so that a
 # repeated wave gives the same bytes. Smaller waves waste more time on batches that run empty.
@@ -38,12 +39,15 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """One answer to generate. seed: of the only generator that the answer draws from."""
+    """One answer to generate. seed: of the only generator that the answer draws from.
+    max_new_tokens: None for those of the run.
+    """
 
     key: Key
     prompt_ids: tuple[int, ...]
     seed: int
     sampling: Sampling
+    max_new_tokens: int | None = None
 
     @property
     def conversation(self) -> tuple[int, int]:
@@ -84,7 +88,8 @@ class Engine(Protocol):
     identity: fingerprint and dtype, or the served name. max_prompt_tokens: the longest prompt that
     leaves room for an answer, None if unlimited. takes_ids: prompts reach the target as token ids.
     wave: number of requests in a group, and of answers that are kept together, because an answer's
-    rounding depends on the batch; None to keep each one at once.
+    rounding depends on the batch; None to keep each one at once. states: takes in those of every
+    answer, if the options ask for them.
     """
 
     identity: dict[str, str | None]
@@ -92,6 +97,7 @@ class Engine(Protocol):
     max_prompt_tokens: int | None
     takes_ids: bool = True
     wave: int | None = None
+    states: StateWriter | None = None
 
     def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
         """Answer all requests of all groups, each the requests of one part of the set.
@@ -101,8 +107,9 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release what the engine holds outside this process; by default it holds nothing there."""
-        return
+        """Release what the engine holds outside this process, and write states that it holds."""
+        if self.states is not None:
+            self.states.flush()
 
 
 Maker = Callable[[DistillConfig, Tokenizer], Engine]

@@ -31,6 +31,7 @@ from draftsmith.distill.engines import (
 )
 from draftsmith.distill.engines.replies import client_options, key_of
 from draftsmith.distill.engines.server import Answered, Completion, NoAnswer, Server
+from draftsmith.distill.engines.states import StateWriter
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
 # run ends.
@@ -70,8 +71,11 @@ class OpenAIEngine(Engine):
             ignore_eos=config.ignore_eos,
             vocabulary=len(tokenizer),
             teacher=config.teacher_top_k,
+            states=config.states is not None,
             reshaped=bool(config.mixture()) or self.sampling.sampling != Sampling(),
         )
+        if config.states is not None:
+            self.states = StateWriter(config)
         self._key = key_of(config.api_key_env)
         self._servers = [
             Server(_api_url(url), config.timeout_s, self._key) for url in config.endpoint
@@ -254,6 +258,9 @@ class OpenAIEngine(Engine):
                 server.failures = 0
                 self._spent_tokens += answered.spent
                 self._last_answer = time.monotonic()
+                if self.states is not None:
+                    ids = (*request.prompt_ids, *answered.answer.response_ids)
+                    self.states.take(answered.states, request.key, ids)
                 return answered.answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)

@@ -34,6 +34,7 @@ from draftsmith.core.teacher_rows import pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
+from draftsmith.distill.engines.states import WITH_ANSWER
 
 _LIST_TIMEOUT_S = 30.0
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
@@ -86,8 +87,9 @@ class NoAnswer(Exception):
 @dataclass(frozen=True)
 class Completion:
     """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
-    teacher rows, 0 for no teacher rows. reshaped: whether answers are drawn from another
-    distribution than the target's own. ends_at_once: ask for the end of an answer alone.
+    teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. reshaped:
+    whether answers are drawn from another distribution than the target's own. ends_at_once: ask for
+    the end of an answer alone.
     """
 
     model: str
@@ -98,6 +100,7 @@ class Completion:
     ignore_eos: bool
     vocabulary: int
     teacher: int = 0
+    states: bool = False
     reshaped: bool = False
     ends_at_once: bool = False
 
@@ -152,9 +155,11 @@ class Dialect:
             body |= {"return_token_ids": True, "top_k": sampling.top_k or -1}
         if completion.ends_at_once:
             body["logit_bias"] = {str(token): 100 for token in completion.eos_ids}
+        if completion.states:
+            body["kv_transfer_params"] = WITH_ANSWER
         if completion.teacher:
             body |= {"logprobs": completion.teacher, "return_tokens_as_token_ids": True}
-        return body | {"max_tokens": completion.max_new_tokens}
+        return body | {"max_tokens": request.max_new_tokens or completion.max_new_tokens}
 
     def answer(self, completion: Completion, prompt_ids: Sequence[int], raw: bytes) -> "Answered":
         """Read a reply.
@@ -202,18 +207,20 @@ class Dialect:
             likeliest = [_likeliest(row, completion.teacher) for row in rows]
             teacher = pack_likeliest(likeliest, completion.vocabulary)
         answer = Answer(tuple(ids), reason, tokens_from, teacher)
-        return Answered(answer, spent, reply.get("model"))
+        transfer = reply.get("kv_transfer_params") or {}
+        return Answered(answer, spent, reply.get("model"), transfer.get("hidden_states_path"))
 
 
 @dataclass(frozen=True)
 class Answered:
     """An answer, its tokens and those of the prompt as the server counts them, and the model that
-    the server names.
+    the server names. states: its file of hidden states.
     """
 
     answer: Answer
     spent: int
     model: object = None
+    states: str | None = None
 
 
 def _likeliest(row: dict[str, float], k: int) -> list[tuple[int, float]]:
@@ -468,7 +475,7 @@ class Server:
 
 def _candidates(completion: Completion, owners: set[str]) -> list[Dialect]:
     """The dialects to try, the richest first."""
-    if completion.teacher:
+    if completion.teacher or completion.states:
         return [Dialect("openai")]
     if "llamacpp" in owners:
         return [Dialect("llama.cpp")]

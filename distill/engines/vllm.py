@@ -21,6 +21,7 @@ from draftsmith.distill.engines import (
     RemoteTarget,
     sampling_of,
 )
+from draftsmith.distill.engines.states import WITH_ANSWER, StateWriter
 
 # Requests handed to vLLM at a time: enough to keep its batch full; bounds the memory.
 _TOGETHER = 4096
@@ -35,6 +36,10 @@ class VLLMEngine(Engine):
         require_single_process("distill --engine vllm --tensor_parallel_size N")
         target = RemoteTarget(config.target, tokenizer)
         self.sampling = sampling_of(config, target)
+        more: dict[str, Any] = {}
+        if config.states is not None:
+            self.states = StateWriter(config)
+            more = self.states.engine_options()
         try:
             self._llm = LLM(
                 model=config.target,
@@ -46,6 +51,7 @@ class VLLMEngine(Engine):
                 max_logprobs=-1,  # no bound of its own
                 logprobs_mode="raw_logprobs",
                 seed=config.seed % 2**32,
+                **more,
             )
         except (OSError, RuntimeError, ValueError) as error:
             raise InputError(
@@ -79,10 +85,13 @@ class VLLMEngine(Engine):
         params = [self._params(request) for request in requests]
         outputs = self._call([request.prompt_ids for request in requests], params)
         answers: list[Answer | Failed] = []
-        for output in outputs:
+        for request, output in zip(requests, outputs, strict=True):
             drawn = output.outputs[0]
             if drawn.finish_reason in ("stop", "length"):
                 answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
+                if self.states is not None:
+                    path = (output.kv_transfer_params or {}).get("hidden_states_path")
+                    self.states.take(path, request.key, (*request.prompt_ids, *drawn.token_ids))
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
         if self._k:
@@ -103,11 +112,12 @@ class VLLMEngine(Engine):
         return SamplingParams(
             **asdict(request.sampling),
             seed=request.seed,
-            max_tokens=self._max_new_tokens,
+            max_tokens=request.max_new_tokens or self._max_new_tokens,
             stop_token_ids=self._stop_ids,
             # the target's ends are all among the stop tokens, and come with the answer
             ignore_eos=True,
             detokenize=False,
+            extra_args={"kv_transfer_params": WITH_ANSWER} if self.states is not None else None,
         )
 
     def _add_teacher(

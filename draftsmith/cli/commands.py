@@ -32,9 +32,15 @@ if TYPE_CHECKING:
         StatusConfig,
         TrainCommandConfig,
     )
-    from draftsmith.distill.config import DistillConfig, ScoreConfig
+    from draftsmith.distill.config import DistillConfig, ScoreConfig, StatesConfig
     from draftsmith.drafts.config import DoctorConfig, ExportConfig
-    from draftsmith.eval.config import EvalConfig, PlanConfig, RenderConfig, TimeAgainConfig
+    from draftsmith.eval.config import (
+        EvalConfig,
+        PlanConfig,
+        RenderConfig,
+        StatesEvalConfig,
+        TimeAgainConfig,
+    )
     from draftsmith.train.config import TrainConfig
 
 
@@ -81,6 +87,14 @@ def _score(config: "ScoreConfig", command: str) -> CommandResult:
         "skipped"
     )
     return CommandResult(summary, [line, *summary["skipped_because"], *summary["dropped_because"]])
+
+
+def _states(config: "StatesConfig", command: str) -> CommandResult:
+    from draftsmith.distill.states import write_states
+
+    summary = write_states(config)
+    line = f"{summary['states']}: states of {summary['rows']} rows, "
+    return CommandResult(summary, [f"{line}{summary['asked']} asked for now"])
 
 
 def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
@@ -171,6 +185,19 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
     shown = summary(results)
     files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
     return CommandResult(shown, [*headline_and_table(results), *files], unmet)
+
+
+def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
+    from draftsmith.eval.formats import with_interval
+    from draftsmith.eval.stored_states import evaluate_from_states
+
+    summary = evaluate_from_states(config)
+    lines = []
+    for figure in summary["figures"]:
+        what = " ".join(filter(None, [figure["metric"], figure.get("tree")]))
+        where = f"{figure['kind']} {figure['suite']}: {figure['draft']}"
+        lines.append(f"{where}: {what} {with_interval(figure, 3)}")
+    return CommandResult(summary, lines)
 
 
 def _render(config: "RenderConfig", command: str) -> CommandResult:
@@ -338,7 +365,10 @@ COMMANDS = {
         {
             "score": Command(
                 "add the target's distributions", "distill.config:ScoreConfig", _score, True
-            )
+            ),
+            "states_of": Command(
+                "write the target's hidden states", "distill.config:StatesConfig", _states
+            ),
         },
     ),
     "train": Command("fit a draft to a distilled set", "config:TrainCommandConfig", _train, True),
@@ -349,6 +379,9 @@ COMMANDS = {
         _eval,
         True,
         {
+            "states": Command(
+                "alpha from the target's states", "eval.config:StatesEvalConfig", _eval_states
+            ),
             "render": Command("draw a report again", "eval.config:RenderConfig", _render),
             "time_again": Command(
                 "time an evaluation again", "eval.config:TimeAgainConfig", _time_again

@@ -85,6 +85,11 @@ class StateFiles:
         """64 hex digits of the target, the layer, the dtype and the tokens."""
         return hash_json([self._identity, layer, list(ids)])
 
+    def has(self, ids: Sequence[int]) -> bool:
+        """Whether all states of a document are kept."""
+        keys = {self.key(ids, layer) for layer in self.layers}
+        return keys <= self._file_of.keys() | self._waiting.keys()
+
     def get(self, ids: Sequence[int]) -> Tensor | None:
         """The states `[L, T, H]` of a document on the CPU; None if one is missing."""
         states = [self._state(self.key(ids, layer)) for layer in self.layers]
@@ -291,6 +296,11 @@ def state_names(target: PreTrainedModel, layers: Sequence[int]) -> tuple[int | s
     return tuple(RAW_LAST if layer == last else layer for layer in layers)
 
 
+def checkpoint_directory(name: str, revision: str | None = None) -> Path:
+    """Where a checkpoint's files are: the directory itself, or the hub's cache."""
+    return snapshot(name, revision) if is_hub_name(name) else Path(name)
+
+
 def checkpoint_digest(name: str, revision: str | None = None) -> str:
     """16 hex digits of a checkpoint, without reading the whole of it: its architecture, and some
     values of every tensor.
@@ -298,7 +308,7 @@ def checkpoint_digest(name: str, revision: str | None = None) -> str:
     However it is divided into files. Tell apart checkpoints that share embedding and output
     projection, as fine-tuned ones do.
     """
-    directory = snapshot(name, revision) if is_hub_name(name) else Path(name)
+    directory = checkpoint_directory(name, revision)
     config = read_json(directory / "config.json", "the config of a model")
     digest = hashlib.sha256(canonical_json(architecture(config)).encode())
     opened: dict[str, Any] = {}

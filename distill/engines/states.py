@@ -1,0 +1,157 @@
+"""Hidden states that vLLM writes beside its answers, taken into files for `train --states`.
+
+vLLM drafts with `extract_hidden_states`, whose connector writes a file for each request:
+`token_ids [T]` of all that was an input, which the last token never is, and `hidden_states
+[T, L, H]`. Of n layers, layer n is the raw output of the last.
+
+Legend: T tokens, L layers, H hidden size.
+"""
+
+import fcntl
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig
+
+from draftsmith.core.errors import RunError, first_line
+from draftsmith.core.io import make_dir
+from draftsmith.core.ranks import say
+from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
+from draftsmith.distill.config import DistillConfig
+from draftsmith.drafts.heads.eagle3 import aux_layers
+
+CONNECTOR: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector"}
+# What a request says, so that the states of the answer are written too.
+WITH_ANSWER = {"include_output_tokens": True}
+# Rows after which cost is said.
+_FIRST = 32
+_NO_LIMIT = 2**62
+
+
+class StateWriter:
+    """Takes states into files.
+
+    layers: of the states that the engine gives, ascending; the last is the raw last one. rows: the
+    tokens of rows that are asked for their states alone, by the key of the request. probes: states
+    of requests with a negative row, which are compared and not kept. expected: number of rows, if
+    it is known.
+    """
+
+    def __init__(self, config: DistillConfig) -> None:
+        assert config.states is not None
+        whole = AutoConfig.from_pretrained(
+            config.target, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+        model = whole.get_text_config(decoder=True)
+        last = int(model.num_hidden_layers)
+        self.layers = sorted({*(config.states_layers or aux_layers(last)), last})
+        self.rows: dict[tuple[int, int, int], Sequence[int]] = {}
+        self.probes: dict[tuple[int, int, int], Tensor] = {}
+        self.expected: int | None = None
+        self._width = int(model.hidden_size)
+        self._incoming = Path(config.states) / "incoming"
+        make_dir(self._incoming, "states")
+        self._place = config.states
+        self._digest = checkpoint_digest(config.target, config.revision)
+        self._files: FeatureCache | None = None
+        self._began = time.monotonic()
+        self._rows = self._tokens = self._bytes = 0
+
+    def engine_options(self) -> dict[str, Any]:
+        """What vLLM needs to write states."""
+        drafting = {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": self.layers}},
+        }
+        extra = {"shared_storage_path": str(self._incoming.absolute())}
+        transfer = {"kv_role": "kv_producer", "kv_connector_extra_config": extra}
+        return {"speculative_config": drafting, "kv_transfer_config": CONNECTOR | transfer}
+
+    def open(self, dtype: torch.dtype) -> None:
+        """Begin to keep states of this dtype."""
+        names = [*self.layers[:-1], RAW_LAST]
+        self._files = FeatureCache(self._place, self._digest, names, dtype, _NO_LIMIT)
+
+    def has(self, ids: Sequence[int]) -> bool:
+        """Whether all states of a row are kept."""
+        assert self._files is not None
+        return self._files.has(ids)
+
+    def take(self, path: str | None, key: tuple[int, int, int], ids: Sequence[int]) -> None:
+        """Take in and delete the file of a request. ids: prompt and answer."""
+        if path is None:
+            raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
+        states_LTH = self._read(Path(path), ids)
+        if key[0] < 0:
+            self.probes[key] = states_LTH
+            return
+        assert self._files is not None
+        self._files.put(self.rows.pop(key, ids), states_LTH)
+        self._rows += 1
+        self._tokens += states_LTH.shape[1]
+        self._bytes += states_LTH.nbytes
+        if self._rows == _FIRST:
+            self._say_cost()
+
+    def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
+        lock = file.with_name(f"{file.name}.lock")
+        try:
+            if lock.exists():
+                # The engine holds it until the file is whole.
+                with lock.open() as held:
+                    fcntl.flock(held, fcntl.LOCK_SH)
+            found = load_file(file)
+            file.unlink()
+            lock.unlink(missing_ok=True)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"states: {file}: cannot be read ({first_line(error)}); the engine must write on "
+                "this machine"
+            ) from None
+        states_LTH = found["hidden_states"].transpose(0, 1).contiguous()
+        if wrong := self._why_wrong(found["token_ids"].tolist(), states_LTH, ids):
+            raise RunError(f"states: the engine's file of {len(ids) - 1} tokens {wrong}")
+        return states_LTH
+
+    def _why_wrong(self, tokens: Sequence[int], states_LTH: Tensor, ids: Sequence[int]) -> str:
+        layers, length, width = states_LTH.shape
+        if min(length, len(tokens)) < len(ids) - 1:
+            return (
+                f"holds {length}; a hit of the prefix cache shortens it, serve without that cache"
+            )
+        if tokens != list(ids[:-1]):
+            return "is of other tokens"
+        if (layers, width) != (len(self.layers), self._width):
+            return (
+                f"has {layers} states of {width} values a token, not {len(self.layers)} of "
+                f"{self._width}; serve with eagle_aux_hidden_state_layer_ids {self.layers}"
+            )
+        if not states_LTH.isfinite().all():
+            return "holds NaN or infinite values; serve in bfloat16 or float32"
+        return ""
+
+    def _say_cost(self) -> None:
+        rate = self._tokens / (time.monotonic() - self._began)
+        size = self._bytes / self._tokens
+        line = f"distill: states take {size:,.0f} bytes a token, at {rate:,.0f} tokens/s"
+        if self.expected is not None:
+            tokens = self._tokens / self._rows * self.expected
+            free = shutil.disk_usage(self._place).free
+            line += (
+                f": about {tokens * size / 2**30:.2f} GiB and {tokens / rate:,.0f} s for "
+                f"{self.expected} rows; {free / 2**30:.1f} GiB are free"
+            )
+        say(line)
+
+    def flush(self) -> None:
+        """Write what is in memory."""
+        if self._files is not None:
+            self._files.flush()

@@ -1,0 +1,156 @@
+"""States of an engine: is it to be trusted, and what do the rows of a set lack.
+
+Legend: T tokens, L layers, H hidden size.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import chain, islice
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from draftsmith.core.errors import RunError
+from draftsmith.core.hidden_states import body_states, layout_of
+from draftsmith.core.io import JsonObject, read_manifest
+from draftsmith.core.models import load_model
+from draftsmith.core.ranks import say
+from draftsmith.core.settings import Sampling, loading, tokenizing
+from draftsmith.core.state_files import checkpoint_directory
+from draftsmith.core.tokenization import encode_text, load_tokenizer
+from draftsmith.distill.config import DistillConfig, StatesConfig
+from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
+
+# A text to compare states on, and how many of its tokens two rows share.
+_TEXT = "The states of a text depend on its tokens alone, not on who else is read beside them. " * 8
+_SHARED = 64
+# A larger target is not loaded for a comparison.
+_LARGEST = 16 * 2**30
+_TOGETHER = 1024
+_GREEDY = Sampling(temperature=0.0)
+
+
+def ask(engine: Engine, rows: Iterable[tuple[Key, Sequence[int]]]) -> None:
+    """Let the engine read rows, and write the states of all but their last token."""
+    states = engine.states
+    assert states is not None
+    reasons: list[str] = []
+
+    def requests() -> Iterator[Sequence[AnswerRequest]]:
+        waiting = iter(rows)
+        while group := list(islice(waiting, _TOGETHER)):
+            states.rows |= {key: ids for key, ids in group if key.row >= 0}
+            yield [AnswerRequest(key, tuple(ids[:-1]), 0, _GREEDY, 1) for key, ids in group]
+
+    def done(request: AnswerRequest, answer: Answer | Failed) -> None:
+        if isinstance(answer, Failed):
+            reasons.append(answer.reason)
+
+    engine.run(requests(), done)
+    if reasons:
+        raise RunError(f"states: {len(reasons)} rows have none: {reasons[0]}")
+
+
+def check(config: DistillConfig, engine: Engine) -> None:
+    """Begin to keep states. Raise RunError unless those of some rows are the same alone and beside
+    others, and those of a local forward where the target is small.
+    """
+    states = engine.states
+    assert states is not None
+    ids = encode_text(load_tokenizer(config.target, **tokenizing(config)), _TEXT)
+    rows = [ids[: _SHARED + 16], [*ids[:_SHARED], *ids[80:96]], ids[3:20]]
+    keys = [Key(-1, number, 0) for number in range(len(rows) + 1)]
+    ask(engine, [(keys[-1], rows[0])])
+    ask(engine, zip(keys, rows, strict=False))
+    found = [states.probes[key] for key in keys]
+    # Of 16 bits, which round; another layer's states are further away.
+    tolerance = 1e-3 if found[0].dtype == torch.float32 else 0.05
+    apart = float(_apart(found[0], found[-1]).max())
+    if apart > tolerance:
+        raise RunError(
+            f"states: a row's differ by {apart:.0%} from those of a second request: they depend on "
+            "what else is in their batch; serve with --max-num-seqs 1, or another version"
+        )
+    size = sum(
+        file.stat().st_size
+        for file in checkpoint_directory(config.target, config.revision).glob("*.safetensors")
+    )
+    if size > _LARGEST:
+        say(f"distill: states are not compared with a local forward of {size / 2**30:.0f} GiB")
+    else:
+        _compare(config, states.layers, list(zip(rows, found, strict=False)), tolerance)
+    states.open(found[0].dtype)
+
+
+def _compare(
+    config: DistillConfig,
+    layers: Sequence[int],
+    rows: Sequence[tuple[Sequence[int], Tensor]],
+    tolerance: float,
+) -> None:
+    dtype = str(rows[0][1].dtype).removeprefix("torch.")
+    options = loading(config) | {"device": "cpu", "dtype": dtype}
+    model = load_model(config.target, **options)
+    names = [*range(layout_of(model).count), -1]
+    for ids, states_LTH in rows:
+        with torch.no_grad():
+            local = body_states(model, names, input_ids=torch.tensor([ids[:-1]]))
+        for layer, state_TH in zip(layers, states_LTH, strict=True):
+            away = [float(_apart(state_TH, other[0]).median()) for other in local]
+            nearest = names[away.index(min(away))]
+            if nearest == -1:
+                what = "its state is the one behind the final norm"
+            elif nearest != layer:
+                what = f"its state is layer {nearest}'s"
+            elif away[layer] > tolerance:
+                what = f"its state differs by {away[layer]:.1%}"
+            else:
+                continue
+            raise RunError(f"states: layer {layer} is not that of the target: {what}")
+
+
+def _apart(a_TH: Tensor, b_TH: Tensor) -> Tensor:
+    """By token, because a few are a thousand times as long as the others."""
+    a_TH = a_TH.float()
+    b_TH = b_TH.float()
+    return (a_TH - b_TH).norm(dim=-1) / b_TH.norm(dim=-1).clamp_min(1e-9)
+
+
+def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
+    """Ask for the states that rows of distilled sets lack; return how many rows there are and were
+    asked.
+    """
+    states = engine.states
+    assert states is not None
+    manifests = [read_manifest(Path(directory)) for directory in sets]
+    states.expected = sum(manifest["counts"]["rows"] for manifest in manifests)
+    asked = 0
+
+    def lacking() -> Iterator[tuple[Key, Sequence[int]]]:
+        nonlocal asked
+        for ids in chain.from_iterable(map(_rows, sets)):
+            if not states.has(ids):
+                asked += 1
+                yield Key(asked, 0, 0), ids
+
+    ask(engine, lacking())
+    return {"rows": states.expected, "asked": asked}
+
+
+def _rows(directory: str | Path) -> Iterator[list[int]]:
+    for part in read_manifest(Path(directory))["parts"]:
+        table = pq.read_table(
+            Path(directory) / part["file"], columns=["prompt_ids", "response_ids"]
+        )
+        for row in table.to_pylist():
+            yield [*row["prompt_ids"], *row["response_ids"]]
+
+
+def write_states(config: StatesConfig) -> JsonObject:
+    """Write the states of sets that exist; return what was done."""
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
+    with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+        check(config, engine)
+        return {"states": config.states, **complete(engine, config.states_of)}

@@ -1,0 +1,90 @@
+"""Drafts of a target that is nowhere in memory: acceptance on its answers, from their states."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import JsonObject, read_manifest, write_json_atomic
+from draftsmith.core.models import dtype_name, load_model
+from draftsmith.core.runs import Run
+from draftsmith.core.sampling import Sampling
+from draftsmith.core.settings import loading
+from draftsmith.core.state_files import StoredStates, cached_layers, checkpoint_digest
+from draftsmith.drafts.heads import Head
+from draftsmith.drafts.load import load_draft
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.bootstrap import PromptSums, estimate, resamples
+from draftsmith.eval.config import StatesEvalConfig
+from draftsmith.eval.method import Method
+from draftsmith.eval.reading import measure_alphas
+
+_BATCH = 16
+_RESAMPLES = 2000
+
+
+def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
+    """Measure alpha and predict tau of every draft on every set; write results.json."""
+    target = load_model(config.target, **loading(config), layers=False)
+    options: dict[str, Any] = {"device": str(target.device), "dtype": dtype_name(target)}
+    drafts = {source: load_draft(source, target, **options) for source in config.draft}
+    read = [draft.hidden_layers for draft in drafts.values() if isinstance(draft, Head)]
+    digest = checkpoint_digest(config.target, config.revision)
+    layers = cached_layers(sorted(set(chain.from_iterable(read))))
+    states = StoredStates(config.states, target, digest, layers)
+    methods = [Method(tree, "speculative") for tree in config.tree]
+    figures: list[JsonObject] = []
+    for kind, sets in (("id", config.id), ("ood", config.ood)):
+        for directory in sets:
+            rows = _rows(directory)
+            states.require(
+                [[*row["prompt_ids"], *row["response_ids"]] for row in rows], 2**31, directory
+            )
+            measured = measure_alphas(
+                target,
+                drafts,
+                [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows],
+                _sampling(directory, rows),
+                methods,
+                batch_size=_BATCH,
+                states=states,
+            )
+            groups = [row["asked"] for row in rows]
+            where = {"suite": Path(directory).name, "kind": kind}
+            figures += [where | figure for figure in _figures(measured, methods, groups)]
+    with Run(config.out) as run:
+        write_json_atomic(run.out / "states.json", {"figures": figures})
+    return {"out": config.out, "figures": figures}
+
+
+def _rows(directory: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for part in read_manifest(Path(directory))["parts"]:
+        rows += pq.read_table(Path(directory) / part["file"]).to_pylist()
+    return [row for row in rows if row["prompt_ids"]]
+
+
+def _sampling(directory: str, rows: list[dict[str, Any]]) -> Sampling:
+    """What the answers were drawn with."""
+    config = read_manifest(Path(directory))["config"]
+    temperatures = {row["temperature"] for row in rows}
+    if len(temperatures) != 1 or None in temperatures:
+        raise InputError(f"{directory}: its answers have several temperatures, or unknown ones")
+    reshaped = {key: config[key] for key in ("top_k", "top_p", "min_p")}
+    return Sampling(temperature=temperatures.pop(), **reshaped)
+
+
+def _figures(
+    measured: Mapping[str, Any], methods: list[Method], groups: list[str]
+) -> Iterator[JsonObject]:
+    picks = resamples(groups, _RESAMPLES, 0)
+    for name, alpha in measured.items():
+        sums = PromptSums.of(alpha["sum"], alpha["count"])
+        yield {"draft": name, "metric": "alpha", **estimate(sums, picks, 1.0)}
+        for method in methods:
+            calls = alpha["predicted"][method.name]["target_calls"]
+            tau = estimate(PromptSums.of(alpha["count"], calls), picks, method.most_tokens)
+            yield {"draft": name, "metric": "tau_predicted", "tree": method.tree, **tau}

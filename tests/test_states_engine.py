@@ -1,0 +1,293 @@
+"""States from an engine: a stand-in that writes files as vLLM does, rightly and wrongly; then vLLM
+itself.
+"""
+
+import itertools
+import json
+import re
+import shlex
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.hidden_states import body_states
+from draftsmith.core.models import load_model
+from draftsmith.core.state_files import StoredStates, checkpoint_digest
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.generate import distill
+from tests import test_distill_vllm
+from tests.distilled import rows_of, write_rows
+from tests.serving import serving
+from tests.test_docs import ROOT, commands
+
+vllm = test_distill_vllm.vllm
+
+
+class StatesLLM(test_distill_vllm.LLM):
+    """Writes the states of each request beside its answer; `fault` is what is wrong with them."""
+
+    fault = ""
+    requests = 0
+
+    def __init__(self, model: str, **options: Any) -> None:
+        drafting = options.pop("speculative_config")
+        extra = options.pop("kv_transfer_config")["kv_connector_extra_config"]
+        assert drafting["method"] == "extract_hidden_states"
+        hf_config = drafting["draft_model_config"]["hf_config"]
+        self.layers = hf_config["eagle_aux_hidden_state_layer_ids"]
+        self.place = Path(extra["shared_storage_path"])
+        self.model = load_model(model, device="cpu")
+        self.together = 0
+        super().__init__(model, **options)
+
+    def generate(self, prompts: Sequence[Any], *arguments: Any, **options: Any) -> list[Any]:
+        self.together = len(prompts)
+        return super().generate(prompts, *arguments, **options)
+
+    def _answer(self, prompt: list[int], params: Any) -> Any:
+        output = super()._answer(prompt, params)
+        asked = params.extra_args["kv_transfer_params"]["include_output_tokens"]
+        given = [*prompt, *output.outputs[0].token_ids][:-1] if asked else prompt
+        layers = list(self.layers)
+        if self.fault == "layer":
+            layers[1] -= 1
+        if self.fault == "norm":
+            layers[-1] = -1
+        if self.fault == "width":
+            layers = layers[1:]
+        with torch.no_grad():
+            found = body_states(self.model, layers, input_ids=torch.tensor([given]))
+        states_TLH = torch.stack([state[0] for state in found], 1)
+        if self.fault == "nan":
+            states_TLH[3, 1, 2] = torch.nan
+        if self.fault == "short" and self.together > 1:
+            given, states_TLH = given[16:], states_TLH[16:]
+        if self.fault == "batch" and self.together > 1:
+            states_TLH = states_TLH + 0.1 * torch.randn_like(states_TLH)
+        StatesLLM.requests += 1
+        path = self.place / f"{StatesLLM.requests}.safetensors"
+        path.with_name(f"{path.name}.lock").touch()
+        tensors = {"token_ids": torch.tensor(given), "hidden_states": states_TLH.contiguous()}
+        save_file(tensors, path)
+        output.kv_transfer_params = {"hidden_states_path": str(path)}
+        return output
+
+
+@pytest.fixture
+def engine(vllm, monkeypatch):
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", StatesLLM)
+    monkeypatch.setattr(StatesLLM, "fault", "")
+    monkeypatch.setattr(StatesLLM, "requests", 0)
+
+
+def words(target: str, prompts: str, states: Path, out: Path) -> list[object]:
+    run = f"distill --target {target} --prompts {prompts} --engine vllm --max_new_tokens 8".split()
+    return [*run, "--states", states, "--out", out]
+
+
+def same_states(target: str, rows: list[dict[str, Any]], states: Path) -> None:
+    """The files hold what a local forward gives, for every row of a set."""
+    ends = load_model(target, device="cpu", layers=False)
+    whole = load_model(target, device="cpu")
+    found = StoredStates(states, ends, checkpoint_digest(target), (0, 1, 2, -1))
+    texts = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
+    found.require(texts, 999, "data")
+    for ids in texts:
+        with torch.no_grad():
+            local = body_states(whole, (0, 1, 2, -1), input_ids=torch.tensor([ids[:-1]]))
+        torch.testing.assert_close(found.get(ids)[:, :-1], torch.cat(local), atol=1e-5, rtol=1e-5)
+
+
+def test_one_request_gives_the_answer_and_its_states(
+    engine, target_dir, prompts_file, tmp_path, door
+):
+    """A run that goes on asks only for states that are not there."""
+    states, out = tmp_path / "states", tmp_path / "set"
+    door.ok(*words(target_dir, prompts_file, states, out))
+    rows = rows_of(out)
+    assert StatesLLM.requests == 4 + len(rows) and not list((states / "incoming").iterdir())
+    same_states(target_dir, rows, states)
+    shutil.rmtree(next(path for path in states.iterdir() if path.name != "incoming"))
+    for requests in (4 + len(rows), 4):
+        before = StatesLLM.requests
+        door.ok(*words(target_dir, prompts_file, states, out))
+        assert StatesLLM.requests == before + requests
+    same_states(target_dir, rows, states)
+
+
+def writer(target: str, place: Path) -> Callable[[list[int]], str]:
+    """Writes the states of tokens as a server does."""
+    model = load_model(target, device="cpu")
+    count = itertools.count()
+    lock = threading.Lock()
+    (place / "served").mkdir()
+
+    def states(given: list[int]) -> str:
+        # Hooks of a model see the forwards of all threads.
+        with lock, torch.no_grad():
+            found = body_states(model, (0, 1, 2), input_ids=torch.tensor([given]))
+        path = place / "served" / f"{next(count)}.safetensors"
+        states_TLH = torch.stack([state[0] for state in found], 1).contiguous()
+        save_file({"token_ids": torch.tensor(given), "hidden_states": states_TLH}, path)
+        return str(path)
+
+    return states
+
+
+def test_a_server_gives_states_with_its_answers(
+    target_dir, prompts_file, tmp_path, door, tokenizer
+):
+    with serving("vllm", tokenizer, states=writer(target_dir, tmp_path)) as server:
+        run = [*words(target_dir, prompts_file, tmp_path / "states", tmp_path / "set")]
+        at = run.index("vllm")
+        door.ok(*run[:at], "openai", "--endpoint", server.url, *run[at + 1 :])
+    same_states(target_dir, rows_of(tmp_path / "set"), tmp_path / "states")
+    with serving("vllm", tokenizer) as server:
+        said = door.refused(*run[:at], "openai", "--endpoint", server.url, *run[at + 1 :], code=1)
+    assert "states: the engine wrote none; docs/large-targets.md" in said
+
+
+def test_a_set_that_is_there_gets_its_states(engine, target_dir, distilled, tmp_path, door):
+    states = tmp_path / "states"
+    there = ["distill", "--states_of", distilled, "--target", target_dir, "--engine", "vllm"]
+    out, said = door.ok(*there, "--states", states)
+    assert "states of 48 rows, 48 asked for now" in out and "192 bytes a token, at" in said
+    same_states(target_dir, rows_of(distilled), states)
+    said = door.refused(*there, "--states", states, "--temperature", 0.5)
+    assert "temperature: is not read" in said
+
+
+@pytest.mark.slow(12)
+def test_a_head_learns_from_them_as_beside_the_target(
+    engine, target_dir, distilled, tmp_path, door
+):
+    states = tmp_path / "states"
+    there = ["distill", "--states_of", distilled, "--target", target_dir, "--engine", "vllm"]
+    door.ok(*there, "--states", states)
+    learns_the_same(target_dir, Path(distilled), states, tmp_path, door)
+
+
+def learns_the_same(target: str, data: Path, states: Path, place: Path, door: Any) -> None:
+    run = (
+        f"train --kind eagle3 --objective fkl --target {target} --data {data} --max_length 48 "
+        "--steps 12 --batch_size 4 --heldout_fraction 0.3 --head.test_steps 2 --device cpu"
+    ).split()
+    door.ok(*run, "--states", states, "--out", place / "far")
+    door.ok(*run, "--out", place / "local")
+    alphas = []
+    for name in ("far", "local"):
+        record = json.loads((place / name / "draftsmith.json").read_text())
+        alphas.append(record["heldout_alpha"])
+    assert alphas[0] == pytest.approx(alphas[1], abs=0.002)
+
+
+WRONG = {
+    "layer": r"layer 1 is not that of the target: its state is layer 0's",
+    "norm": r"layer 2 is not that of the target: its state is the one behind the final norm",
+    "nan": r"holds NaN or infinite values",
+    "short": r"file of 79 tokens holds 63; a hit of the prefix cache shortens it",
+    "batch": r"depend on what else is in their batch",
+    "width": r"has 2 states of 16 values a token, not 3 of 16; serve with eagle_aux",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_wrong_states_are_found_before_the_run_and_named(
+    fault, engine, target_dir, prompts_file, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(StatesLLM, "fault", fault)
+    options: dict[str, Any] = {
+        "target": target_dir,
+        "prompts": prompts_file,
+        "engine": "vllm",
+        "max_new_tokens": 8,
+    }
+    config = DistillConfig(**options, states=str(tmp_path / "s"), out=str(tmp_path / "set"))
+    with pytest.raises(RunError, match=WRONG[fault]):
+        distill(config, "x")
+    assert not list(tmp_path.glob("set/part-*"))
+
+
+def test_states_come_from_an_engine_that_has_them(target_dir):
+    options: dict[str, Any] = {"target": target_dir, "prompts": "p", "out": "o"}
+    with pytest.raises(InputError, match="states: --engine hf writes none; take vllm, or openai"):
+        DistillConfig(**options, states="s")
+    with pytest.raises(InputError, match="states_layers: is not read"):
+        DistillConfig(**options, states_layers=[1])
+    with pytest.raises(InputError, match="teacher_top_k: is not read"):
+        DistillConfig(**options, engine="vllm", states="s", teacher_top_k=4)
+
+
+SHORT = {
+    "distill": "--max_new_tokens 8",
+    "train": "--steps 2 --batch_size 4 --max_length 40 --heldout_fraction 0.3 --device cpu",
+    "eval": "--device cpu",
+}
+
+
+@pytest.mark.slow(30)
+def test_small_twins_of_the_page_for_large_targets(
+    engine, target_dir, prompts_file, tmp_path, door, tokenizer, monkeypatch
+):
+    """Each command as it stands, with a tiny target in place of those of 8, 32 and 70 B."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "large-targets.md").read_text()
+    assert len(page.split()) <= 900
+    with serving("vllm", tokenizer, states=writer(target_dir, tmp_path)) as server:
+        twins = {
+            r"(Qwen|meta-llama)/[\w.-]+": target_dir,
+            "PROMPTS": prompts_file,
+            "http://localhost:8000/v1": server.url,
+            "1 16 31 46 61": "1",
+            "0 15 30 45 60": "0",
+        }
+        lines = [line for line in commands(page) if line.startswith("draftsmith")]
+        assert len(lines) >= 8
+        for line in lines:
+            for name, twin in twins.items():
+                line = re.sub(name, twin, line)
+            kind = line.split()[1]
+            short = "" if "--states_of" in line else SHORT[kind]
+            door.ok(*shlex.split(line)[1:], *short.split())
+
+
+# Before the commands of a process with vLLM on a CPU.
+ON_A_CPU = """
+import functools
+import vllm
+import draftsmith.distill.engines.states as states
+vllm.LLM = functools.partial(vllm.LLM, enforce_eager=True)
+states.CONNECTOR = {
+    "kv_connector": "CPUConnector", "kv_connector_module_path": "tests.vllm_states_on_cpu"
+}
+"""
+
+
+@pytest.mark.engines
+def test_a_head_learns_from_vllm_as_beside_the_target(tmp_path, door, monkeypatch):
+    """vLLM's own files, of answers and of rows that are there; checked against a local forward."""
+    target = test_distill_vllm.REAL
+    inside = test_distill_vllm.INSIDE
+    before = "from draftsmith.__main__ import main\n"
+    monkeypatch.setattr(test_distill_vllm, "INSIDE", inside.replace(before, before + ON_A_CPU))
+    prompts = write_rows(
+        tmp_path / "p.jsonl", *({"prompt": f"If the lock {number} is not"} for number in range(40))
+    )
+    run = words(target, prompts, tmp_path / "states", tmp_path / "set")
+    run += ["--dtype", "float32", "--max_new_tokens", 24]
+    there = ["distill", "--states_of", tmp_path / "set", "--target", target, "--engine", "vllm"]
+    there += ["--dtype", "float32", "--states", tmp_path / "again"]
+    process = test_distill_vllm.inside(run, there)
+    error = process.communicate()[1]
+    assert process.returncode == 0, error[-2000:]
+    for states in ("states", "again"):
+        place = tmp_path / f"from {states}"
+        learns_the_same(target, tmp_path / "set", tmp_path / states, place, door)
