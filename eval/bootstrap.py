@@ -233,9 +233,11 @@ def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | No
     return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
 
 
-def signs(figures: Sequence[Estimate | Row | None], *, ratios: bool = False) -> list[int | None]:
-    """Return the sign of each estimate of one family: 1 or -1 at 95 %, 0 if undecided, None without
-    an interval.
+def signs(
+    figures: Sequence[Estimate | Row | None], *, ratios: bool = False, level: float = LEVEL
+) -> list[int | None]:
+    """Return the sign of each estimate of one family: 1 or -1 at a level, 0 if undecided, None
+    without an interval.
 
     ratios: compare the logarithm of each estimate, such as a speedup, with that of one.
 
@@ -251,7 +253,7 @@ def signs(figures: Sequence[Estimate | Row | None], *, ratios: bool = False) -> 
     for side in (1, -1):
         p_values = holm([student_cdf(-side * test.t, test.freedom) for test in tests.values()])
         for (index, test), p in zip(tests.items(), p_values, strict=True):
-            if test.side == side and p <= (1 - LEVEL) / 2:
+            if test.side == side and p <= (1 - level) / 2:
                 result[index] = side
     return result
 
@@ -268,10 +270,13 @@ def _test_of(figure: Estimate | Row | None, *, ratios: bool) -> _Test | None:
     if figure is None:
         return None
     ends: list[Any] = [figure["value"], figure["low"], figure["high"]]
-    if None in ends or (ratios and min(ends) <= 0):
+    if None in ends:
         return None
-    value, low, high = map(math.log, ends) if ratios else ends
     freedom = figure["n"] - 1
+    if ratios and min(ends) <= 0:
+        # It may be anything, and counts as one of the family.
+        return _Test(0.0, freedom, 0)
+    value, low, high = map(math.log, ends) if ratios else ends
     t = value * 2 * half_width(freedom) / max(high - low, 1e-12)
     return _Test(t, freedom, int(low > 0) - int(high < 0))
 

@@ -3,14 +3,17 @@
 A cell is one prompt set at one temperature; a setting is a draft with a tree and a verifier. A
 setting pays in a cell if the interval of its speedup lies above 1. The interval has Holm's
 correction over all cells and settings, because the best of many is judged. Lossy verifiers are left
-out. Timings of a busy machine decide nothing, neither for a setting nor against it. The setting
-that pays in most cells is chosen. Ties in cells and speed go to the draft that loses least out of
-distribution, then, of models of one size, to the one that gains most in distribution. The setting
-is chosen and judged on the same prompts, so expect a little less on others.
+out. Noise of a busy machine widens intervals: one beside 1 decides, at a stricter level, and one
+that spans 1 may be told on a quiet machine.
+A setting that surely has fewer tokens per target call than its step costs cannot pay, whatever the
+clock says of its speed. The setting that pays in most cells is chosen. Ties in cells and speed go
+to the draft that loses least out of distribution, then, of models of one size, to the one that
+gains most in distribution. The setting is chosen and judged on the same prompts, so expect a little
+less on others.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import geometric_mean
@@ -18,7 +21,17 @@ from typing import Literal
 
 import numpy as np
 
-from draftsmith.eval.bootstrap import PromptSums, Resamples, quotient, ratio, resamples, signs
+from draftsmith.core.record import still_rising
+from draftsmith.eval.bootstrap import (
+    LEVEL,
+    PromptSums,
+    Resamples,
+    half_width,
+    quotient,
+    ratio,
+    resamples,
+    signs,
+)
 from draftsmith.eval.results_table import ResultsTable, key_of
 from draftsmith.eval.schema import Estimate, Row, SuiteKind
 
@@ -27,6 +40,10 @@ Advice = Literal[
 ]
 # A draft whose tokens per target call are surely below this saves no time, whatever the clock says.
 SAVES_NOTHING = 1.05
+# What the best of many must hold on a busy machine, whose times are far from a normal distribution.
+BUSY_LEVEL = 0.98
+# A curve of training is continued for at most so many times the steps that it has.
+PROJECTED = 10
 
 
 @dataclass(frozen=True, order=True)
@@ -48,8 +65,9 @@ class Cell:
     """One set at one temperature: the chosen setting's speedup there, the fastest setting's, and
     the fastest ones of the other drafts that are slower than the target alone there.
 
-    `sign` is 1 if the setting pays, -1 if it costs time, 0 if neither is shown, as on a busy
-    machine, None without an interval. `slower` goes by each draft's interval alone.
+    `sign` is 1 if the setting pays, -1 if it cannot, 0 if neither is shown, None without an
+    interval. `slower` goes by each draft's interval alone. `busy`: whether the interval spans 1 on
+    a busy machine. `short`: whether tokens per target call decide.
     """
 
     domain: str
@@ -59,6 +77,48 @@ class Cell:
     fastest: Row
     slower: list[Row]
     busy: bool
+    short: bool = False
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens per target call of a setting in a cell, and those that it needs to pay there.
+
+    likely: as predicted, which is less noisy, or as measured. cost: what a step takes by the clock,
+    in steps of the target alone; None if it was not timed.
+    """
+
+    tau: Row
+    likely: Row
+    cost: Row | None
+
+    @classmethod
+    def of(cls, results: ResultsTable, tau: Row) -> "Tokens":
+        """Read what stands beside a tau."""
+        likely = results.beside(tau, "tau_predicted") or tau
+        return cls(tau, likely, results.beside(tau, "tau_needed"))
+
+    @property
+    def needed(self) -> float:
+        """What a step takes if that is surely more than a draft needs anywhere, else that."""
+        clear = self.cost is not None and (self.cost["low"] or 0.0) > SAVES_NOTHING
+        return (self.cost["value"] if self.cost and clear else None) or SAVES_NOTHING
+
+    @property
+    def lacks(self) -> float:
+        """The part of what it needs that is missing; negative if nothing is."""
+        return 1 - (self.tau["value"] or 1.0) / self.needed
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A draft that cannot pay, by the setting and cell where it comes nearest, and the steps of
+    training that would do by the pace at which its held-out alpha rose last; None if unknown.
+    """
+
+    draft: str
+    nearest: Tokens
+    steps: int | None
 
 
 @dataclass(frozen=True)
@@ -68,7 +128,8 @@ class Decision:
 
     `over_base`: the setting's tokens per second over those of the base draft with its own fastest
     method, all cells pooled, paired by prompt; None if the setting is the base's, and if the
-    machine was busy. `comparisons`: speedups that Holm's correction counts.
+    machine was busy. `comparisons`: speedups that Holm's correction counts. `hopeless`: the drafts
+    that cannot pay. `rivals`: the best setting of each other draft that may.
     """
 
     verdict: Advice
@@ -76,6 +137,8 @@ class Decision:
     cells: list[Cell]
     over_base: Estimate | None
     comparisons: int = 0
+    hopeless: Sequence[Shortfall] = ()
+    rivals: Sequence[Tokens] = ()
 
     @property
     def paying(self) -> list[Cell]:
@@ -84,7 +147,7 @@ class Decision:
 
     @property
     def busy(self) -> list[Cell]:
-        """The cells that were timed on a busy machine."""
+        """The cells that a busy machine left open."""
         return [cell for cell in self.cells if cell.busy]
 
     @property
@@ -127,7 +190,8 @@ def listed(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A setting with its speedup in every cell, and the sign of each speedup.
+    """A setting with its speedup in every cell, the sign of each, and whether it has too few tokens
+    there.
 
     All settings have the same cells in the same order, as the evaluation times them.
     """
@@ -135,39 +199,69 @@ class _Timed:
     setting: Setting
     speedups: list[Row]
     signs: list[int | None]
+    short: list[bool]
 
     @property
-    def merit(self) -> tuple[int, float]:
-        """Cells in which the setting pays, then its mean speedup."""
+    def merit(self) -> tuple[int, bool, float]:
+        """Cells in which the setting pays, whether it can in some, then its mean speedup."""
         speeds = [max(row["value"] or 0.0, 1e-9) for row in self.speedups]
-        return self.signs.count(1), geometric_mean(speeds)
+        return self.signs.count(1), not all(self.short), geometric_mean(speeds)
 
 
 def decide(results: ResultsTable) -> Decision:
     """Ship, ship for some sets, or do not ship, from the timings of every lossless setting in every
     cell.
     """
+    hopeless = _hopeless(results)
+    rejected = {one.draft for one in hopeless}
+    timed = _timed(results, rejected)
+    models = [draft for draft in results.drafts if not results.copies_first(draft)]
+    no_model_pays = rejected >= set(models or results.drafts)
+    if not timed:
+        verdict: Advice = "rejected" if no_model_pays else "not_timed"
+        return Decision(verdict, None, [], None, hopeless=hopeless)
+    chosen = _prefer_measured_gains(results, timed)
+    decision = Decision(
+        verdict="rejected",
+        setting=chosen.setting,
+        cells=_cells(results, timed, chosen),
+        over_base=_over_base(results, timed, chosen),
+        comparisons=sum(len(one.speedups) for one in timed),
+        hopeless=hopeless,
+        rivals=_rivals(results, timed, rejected),
+    )
+    if no_model_pays and not decision.paying:
+        return decision
+    return replace(decision, verdict=_verdict(results, decision))
+
+
+def _timed(results: ResultsTable, rejected: Collection[str]) -> list[_Timed]:
+    """Every lossless setting that was timed, judged together."""
     speedups: dict[Setting, list[Row]] = {}
     for row in results.by_set("speedup"):
         if results.lossless(row["verifier"]):
             speedups.setdefault(Setting.of(row), []).append(row)
-    if not speedups:
-        return Decision("not_timed", None, [], None)
-
-    def busy(row: Row) -> bool:
-        return results.busy(row["domain"], row["temperature"])
-
-    judged = [None if busy(row) else row for row in chain.from_iterable(speedups.values())]
-    found = iter(signs(judged, ratios=True))
+    judged = list(chain.from_iterable(speedups.values()))
+    busy = any(results.busy(row["domain"], row["temperature"]) for row in judged)
+    found = iter(signs(judged, ratios=True, level=BUSY_LEVEL if busy else LEVEL))
     timed = []
     for setting, rows in speedups.items():
         of_setting: list[int | None] = []
+        short = []
         for row, sign in zip(rows, found, strict=False):
-            of_setting.append(0 if busy(row) and row["low"] is not None else sign)
-        timed.append(_Timed(setting, rows, of_setting))
-    chosen = _prefer_measured_gains(results, timed)
+            tau = results.beside(row, "tau")
+            few = tau is not None and _too_few([Tokens.of(results, tau)])
+            short.append(sign != 1 and (few or setting.draft in rejected))
+            of_setting.append(-1 if short[-1] else sign)
+        timed.append(_Timed(setting, rows, of_setting, short))
+    return timed
+
+
+def _cells(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> list[Cell]:
     cells = []
     for index, row in enumerate(chosen.speedups):
+        spans_1 = row["low"] is None or row["high"] is None or row["low"] <= 1 <= row["high"]
+        busy = results.busy(row["domain"], row["temperature"])
         cell = Cell(
             domain=row["domain"],
             temperature=row["temperature"],
@@ -175,18 +269,100 @@ def decide(results: ResultsTable) -> Decision:
             sign=chosen.signs[index],
             fastest=_fastest(timed, index),
             slower=_slower(timed, index, chosen.setting.draft),
-            busy=busy(row),
+            busy=busy and spans_1 and not chosen.short[index],
+            short=chosen.short[index],
         )
         cells.append(cell)
-    over_base = None
-    if chosen.setting.draft != results.base and not any(map(busy, chosen.speedups)):
-        of_base = (other for other in timed if other.setting.draft == results.base)
-        base = max(of_base, key=lambda other: other.merit)
-        over_base = _quotient(results, chosen.speedups, base.speedups)
-    decision = Decision(
-        "not_shown", chosen.setting, cells, over_base, len(judged) - judged.count(None)
-    )
-    return replace(decision, verdict=_verdict(results, decision))
+    return cells
+
+
+def _over_base(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> Estimate | None:
+    of_base = [other for other in timed if other.setting.draft == results.base]
+    busy = any(results.busy(row["domain"], row["temperature"]) for row in chosen.speedups)
+    if chosen.setting.draft == results.base or busy or not of_base:
+        return None
+    base = max(of_base, key=lambda other: other.merit)
+    return _quotient(results, chosen.speedups, base.speedups)
+
+
+def _hopeless(results: ResultsTable) -> list[Shortfall]:
+    """The drafts that have too few tokens per target call with every setting."""
+    found = []
+    for draft in results.drafts:
+        decoded = results.methods_of(draft)
+        settings: dict[tuple[object, ...], list[Tokens]] = {}
+        for row in results.by_set("tau" if decoded else "tau_predicted"):
+            if row["draft"] == draft and (not decoded or results.lossless(row["verifier"])):
+                how = (row["tree"], row["verifier"], row["temperature"])
+                settings.setdefault(how, []).append(Tokens.of(results, row))
+        if settings and all(map(_too_few, settings.values())):
+            nearest = min(chain.from_iterable(settings.values()), key=lambda each: each.lacks)
+            found.append(Shortfall(draft, nearest, steps_for(results.heldout(draft), nearest)))
+    return found
+
+
+def _too_few(cells: Sequence[Tokens]) -> bool:
+    """Whether a setting has too few tokens per target call to pay: in each cell by its value, and
+    in all together at 95 %, by the clock or, since that may be noisy, by what every draft needs.
+
+    Cells of one temperature have prompts of their own.
+    """
+    if any(each.lacks <= 0 for each in cells):
+        return False
+    sure = [each for each in cells if each.likely["high"] is not None]
+    taus = [each.likely for each in sure]
+    costs = [each.cost for each in sure if each.cost and each.cost["low"] is not None]
+    if not sure:
+        return False
+    most = _mean(taus) + _half_width(taus, "high")
+    if most < SAVES_NOTHING or not costs:
+        return most < SAVES_NOTHING
+    either = math.hypot(_half_width(taus, "high"), _half_width(costs, "low"))
+    return _mean(costs) - _mean(taus) > either
+
+
+def _mean(rows: Sequence[Row]) -> float:
+    return sum(row["value"] or 0.0 for row in rows) / len(rows)
+
+
+def _half_width(rows: Sequence[Row], end: Literal["low", "high"]) -> float:
+    """The distance from the mean of independent figures to an end of its interval."""
+    freedom = sum(row["n"] - 1 for row in rows)
+    errors = []
+    for row in rows:
+        distance = (row[end] or 0.0) - (row["value"] or 0.0)
+        errors.append(distance / half_width(row["n"] - 1))
+    return half_width(freedom) * math.hypot(*errors) / len(rows)
+
+
+def steps_for(curve: Sequence[tuple[int, float]], tokens: Tokens) -> int | None:
+    """Steps of training until there are tokens enough, at the pace at which held-out alpha rose in
+    the last fifth of its curve; None if the curve does not reach so far.
+
+    With alpha a, no chain has more than 1 / (1 - a) tokens per call.
+    """
+    rise = still_rising(curve)
+    if rise is None:
+        return None
+    done = curve[-1][0]
+    missing = 1 / (tokens.tau["value"] or 1.0) - 1 / tokens.needed
+    steps = round(missing / rise * done / 5)
+    return steps if steps <= PROJECTED * done else None
+
+
+def _rivals(
+    results: ResultsTable, timed: Sequence[_Timed], rejected: Collection[str]
+) -> list[Tokens]:
+    """The fastest setting of each draft that is not rejected, where it is fastest, unless the clock
+    shows that it is slower everywhere.
+    """
+    found: dict[str, Tokens] = {}
+    for one in sorted(timed, key=lambda other: other.merit):
+        fastest = max(one.speedups, key=lambda row: row["value"] or 0.0)
+        tau = results.beside(fastest, "tau")
+        if tau is not None and one.setting.draft not in rejected and set(one.signs) != {-1}:
+            found[one.setting.draft] = Tokens.of(results, tau)
+    return list(found.values())
 
 
 def _fastest(timed: Sequence[_Timed], index: int) -> Row:
@@ -216,7 +392,7 @@ def _prefer_measured_gains(results: ResultsTable, timed: Sequence[_Timed]) -> _T
         paying = fastest.merit[0]
         needed = min(paying, 1) if _same_cost(results, one, fastest) else paying
         low = _quotient(results, fastest.speedups, one.speedups)["low"]
-        return one.merit[0] >= needed and low is not None and low <= 1
+        return one.merit[:2] >= (needed, fastest.merit[1]) and low is not None and low <= 1
 
     def gain(one: _Timed, kind: SuiteKind) -> float:
         return _measurable_gain(results, one.setting.draft, kind)
@@ -256,26 +432,12 @@ def _verdict(results: ResultsTable, decision: Decision) -> Advice:
     if 1 in chosen_signs:
         every_cell = len(cells) == len(results.domains()) * len(results.temperatures)
         return "ship" if every_cell and chosen_signs == {1} else "ship_for"
-    if _all_rejected(results):
-        return "rejected"
     if chosen_signs == {None}:
         return "too_few"
     if chosen_signs == {-1}:
         promising = any((cell.fastest["value"] or 0.0) > 1 for cell in cells)
         return "not_shown" if promising else "none_beats_none"
     return "busy" if any(cell.busy for cell in decision.unclear) else "not_shown"
-
-
-def _all_rejected(results: ResultsTable) -> bool:
-    """Whether no lossless setting saves target calls on any set, by the intervals of tau."""
-    taus = lossless_taus(results)
-    highs = [row["high"] or math.inf for row in taus]
-    return bool(highs) and max(highs) < SAVES_NOTHING
-
-
-def lossless_taus(results: ResultsTable) -> list[Row]:
-    """Tokens per target call of every lossless setting on every set."""
-    return [row for row in results.by_set("tau") if results.lossless(row["verifier"])]
 
 
 def _quotient(results: ResultsTable, new: Sequence[Row], base: Sequence[Row]) -> Estimate:

@@ -39,12 +39,16 @@ from draftsmith.eval.loading import load
 from draftsmith.eval.measuring import Evaluation
 from draftsmith.eval.moved import found_again
 from draftsmith.eval.remarks import announce
+from draftsmith.eval.report.findings import lead
 from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Remark, ResultsDocument
 from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.tracking import track
+
+# The file beside kept measurements whose timings were taken a second time.
+TIMED_AGAIN = "timed_again"
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
@@ -135,28 +139,24 @@ def _document(
     given: EvalConfig,
     started: float,
 ) -> ResultsDocument:
-    request = work.request
-    setting = rows.Setting(
-        suites=work.suites,
-        base=request.base,
-        temperatures=list(dict.fromkeys(request.config.temperature)),
-        methods=request.methods,
-        bootstrap=request.config.bootstrap,
-        seed=request.config.seed,
-    )
+    setting = work.setting
+    again = TIMED_AGAIN in os.listdir(Path(given.out, "cells"))
 
     @cache
     def text_of(token: int) -> str:
         return str(work.pair.tokenizer.decode([token]))
 
-    options = asdict(request.config)
+    options = asdict(work.request.config)
     return rows.assemble(
         setting,
         measured,
         config=without_secrets(options),
         models=work.models,
         provenance=provenance(command_line("eval", given), options),
-        clock=clock(started, work.reused, work.measured, work.pair.target),
+        clock={
+            **clock(started, work.reused, work.measured, work.pair.target),
+            "timed_again": again,
+        },
         remarks=notes,
         diagnosis=diagnosis_rows(setting, measured, text_of),
     )
@@ -169,9 +169,15 @@ def render(directory: str | Path) -> Path:
 
 def without_timings(directory: str | Path) -> EvalConfig:
     """Remove the timings of an evaluation and return its options: `evaluate` measures only them
-    again.
+    again. Raise InputError if they were already timed again, and the machine is as busy as then.
     """
     results = Results.load(directory)
+    head = lead(results)
+    load = os.getloadavg()[0]
+    loads = [row["load"][0] for row in results.document["conditions"] if row["busy"]]
+    if head.again and loads and load > min(loads) - 0.5:
+        raise InputError(f"--time_again {directory}: the load average is {load:.1f}; {head.again}")
+    Path(directory, "cells", TIMED_AGAIN).touch()
     options = found_again(results.document["config"], str(directory))
     for cell in Path(directory).glob("cells/*.json"):
         if "one_level" in read_json(cell, "a measurement"):

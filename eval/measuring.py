@@ -1,7 +1,8 @@
 """The measurements of an evaluation, each kept as a file of OUT/cells."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -9,19 +10,20 @@ from draftsmith.core.agreement import agree
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
-from draftsmith.core.ranks import from_main
+from draftsmith.core.ranks import from_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import Sampling
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.copying import AnyDraft
+from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
+from draftsmith.eval.decision import SAVES_NOTHING
 from draftsmith.eval.decoding import SpeedMeasurement, Task, continuations
 from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.facts import identity, machine
 from draftsmith.eval.predict import predicted_methods
 from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
 from draftsmith.eval.request import EvalRequest
-from draftsmith.eval.rows import Measured
+from draftsmith.eval.rows import Measured, Setting, prediction_rows
 from draftsmith.eval.schema import ModelRow
 from draftsmith.eval.suites import Suite
 
@@ -84,27 +86,66 @@ class Evaluation:
         """Measure everything that the request asks for. The clock comes last, when everything is
         warm. Raise InputError if the processes have other models or prompts.
         """
-        request = self.request
         models = {name: row["fingerprint"] for name, row in self.models.items()}
         agree({"models": models, "prompts": {suite.name: suite.digest for suite in self.suites}})
-        timed = request.config.speed_prompts if request.asked else 0
-        runs = request.runs
-        total = 0
-        for suite in self.suites:
-            prompts = len(suite.prompts)
-            counted = prompts * (1 + len(request.drafts) + runs)
-            clocked = min(timed, prompts) * (1 + runs)
-            total += (counted + clocked) * len(request.samplings)
+        samplings = self.request.samplings
+        prompts = sum(len(suite.prompts) for suite in self.suites) * len(samplings)
         measured = Measured({}, {}, {}, {})
+        with progress("eval", prompts * (1 + len(self.drafts))) as self.advance:
+            for suite in self.suites:
+                for sampling in samplings:
+                    self._read(suite, sampling, measured)
+        self.request = self._worth_decoding(measured)
+        runs = self.request.runs
+        timed = self.request.config.speed_prompts if runs else 0
+        total = prompts * runs
+        for suite in self.suites:
+            total += min(timed, len(suite.prompts)) * (1 + runs) * len(samplings)
         with progress("eval", total) as self.advance:
             for suite in self.suites:
-                for sampling in request.samplings:
+                for sampling in samplings:
                     self._count(suite, sampling, measured)
             for suite in self.suites if timed else ():
-                for sampling in request.samplings:
+                for sampling in samplings:
                     at = (suite.name, sampling.temperature)
                     measured.speeds[at] = self._time(suite, sampling)
         return measured
+
+    @property
+    def setting(self) -> Setting:
+        """What the rows of results are made for."""
+        config = self.request.config
+        return Setting(
+            suites=self.suites,
+            base=self.request.base,
+            temperatures=list(dict.fromkeys(config.temperature)),
+            methods=self.request.methods,
+            bootstrap=config.bootstrap,
+            seed=config.seed,
+        )
+
+    def _worth_decoding(self, measured: Measured) -> EvalRequest:
+        """Leave out the decoding of models that save next to no call by their acceptance, on every
+        set, unless figures of decoding are required.
+        """
+        request = self.request
+        methods = dict(request.methods)
+        predicted = list(prediction_rows(self.setting, measured))
+        for name, draft in self.drafts.items() if not request.config.require else ():
+            taus = [
+                row for row in predicted if (row["draft"], row["figure"]) == (name, "tau_predicted")
+            ]
+            foreseen = {(row["tree"], row["verifier"]) for row in taus}
+            asked = {(method.tree, method.verifier) for method in methods[name]}
+            most = max((row["high"] or math.inf for row in taus), default=math.inf)
+            copies = isinstance(draft, CopyingDraft | JoinedDraft)
+            if asked and asked <= foreseen and most < SAVES_NOTHING and not copies:
+                methods[name] = []
+                say(
+                    f"eval: draft {name} is not decoded: by its alpha it has at most {most:.3f} "
+                    f"tokens per target call, and below {SAVES_NOTHING} no draft pays"
+                )
+        return replace(request, methods=methods)
 
     def _decides(self, what: str, suite: Suite, sampling: Sampling) -> Decides:
         return {
@@ -129,8 +170,8 @@ class Evaluation:
             batch_size=batch_size,
         )
 
-    def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
-        """Measure one suite at one temperature: the target's texts, acceptance, decoding."""
+    def _read(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+        """Measure one suite at one temperature: the target's texts, and acceptance on them."""
         batch_size = self.request.config.batch_size
         task = self._task(suite, sampling, batch_size, None)
         temperature = sampling.temperature
@@ -143,6 +184,16 @@ class Evaluation:
         for name, alpha in self._alphas(sampling, texts, decides).items():
             measured.alphas[suite.name, temperature, name] = alpha
             self.advance(count, f"alpha: {where}")
+
+    def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+        """Decode one suite at one temperature with every draft."""
+        batch_size = self.request.config.batch_size
+        task = self._task(suite, sampling, batch_size, None)
+        temperature = sampling.temperature
+        where = f"{suite.name}, T={temperature:g}"
+        count = len(suite.prompts)
+        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
+        baseline = measured.baselines[suite.name, temperature]
         for name, draft in self.drafts.items():
             for method in self.request.methods[name]:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}

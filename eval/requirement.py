@@ -146,7 +146,7 @@ class Requirement:
             return f"{where} is undefined ({why_undefined or 'nothing to divide by'})"
         if row["low"] is None or row["high"] is None:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
-        if busy:
+        if busy and row["low"] <= self.bound <= row["high"]:
             return f"{where} cannot be told: the machine was busy; time again (--time_again)"
         side = "low" if self.sign.startswith(">") else "high"
         if OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):

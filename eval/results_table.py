@@ -258,9 +258,9 @@ class ResultsTable:
         """tau with the method that is fastest there, or, if nothing was timed, emits most; lossless
         ones first.
 
-        If nothing was decoded, the tau that is predicted of chains.
+        If the draft was not decoded, the tau that is predicted of chains.
         """
-        if not self.methods:
+        if not self.methods_of(draft):
             spec = f"chain:{CHAIN}"
             return self.series("tau_predicted", draft, domain, temperature, spec, "speculative")[0]
 

@@ -336,6 +336,9 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
                 method = Method(first["tree"], first["verifier"])
                 whole = quotient(_with_prompt(runs), _with_prompt(alone), picks)
                 figures["speedup"] = quotient(rate, alone_rate, picks)
+                step = ratio(runs, "decode_s", "target_calls")
+                alone_step = ratio(alone, "decode_s", "target_calls")
+                figures["tau_needed"] = quotient(step, alone_step, picks)
                 figures["speedup_with_prompt"] = whole
             draft = first["draft"] or TARGET
             for figure, value in figures.items():

@@ -30,6 +30,7 @@ CLOCK = (
     "tokens_per_s",
     "latency_s_per_token",
     "speedup",
+    "tau_needed",
     "tokens",
     "prefill_s",
     "decode_s",

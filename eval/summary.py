@@ -4,9 +4,10 @@ from dataclasses import asdict
 from typing import Any
 
 from draftsmith.core.record import train_longer
+from draftsmith.decode.propose import CHAIN
 from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.formats import named_set, number, text_table, tree_name, with_interval
-from draftsmith.eval.report.findings import lead, rises
+from draftsmith.eval.report.findings import lead
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Estimate, Row
 
@@ -16,7 +17,7 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     head = lead(results)
     todo = " ".join([head.todo, head.command]).strip()
     longer = []
-    for name in rises(results):
+    for name in head.rises:
         if command := train_longer(results.models[name]["name"]):
             longer.append(f"train {name} longer: {command}")
     rising = [head.rising] if head.rising else []
@@ -56,6 +57,9 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
                 "speed": speed,
                 "tree": tree_name(tau["tree"] or ""),
             }
+            if not results.methods:
+                row = {name: row[name] for name in ("draft", "set", "alpha", "predicted")}
+                row[f"predicted, {CHAIN} drafted"] = row.pop("predicted")
             rows.append(row)
     return rows
 

@@ -17,9 +17,13 @@ def summary(config: AlignConfig, results: Results) -> JsonObject:
     best = best_draft(config, results)
     temperature = results.top_temperature
     tau = results.best_tau(best, "id", temperature)
-    tree = tau["tree"] or ""
-    verifier = tau["verifier"] or ""
+    decoded = bool(results.methods_of(best))
+    tree = tau["tree"] if decoded else None
+    verifier = tau["verifier"] if decoded else None
     checkpoint = str(Path(config.out) / best)
+    how = ["--draft", checkpoint]
+    if tree is not None:
+        how += ["--tree", tree]
     shown: JsonObject = {
         "out": config.out,
         "config": str(Path(config.out) / "align.yaml"),
@@ -29,7 +33,7 @@ def summary(config: AlignConfig, results: Results) -> JsonObject:
         "objective": config.drafts()[best],
         "policy": config.policy,
         "checkpoint": checkpoint,
-        "decode": decode_command(config, ["--draft", checkpoint, "--tree", tree], temperature),
+        "decode": decode_command(config, how, temperature),
         "serve": asdict(advise(config, results)),
         "temperature": temperature,
         "tree": tree,
@@ -40,7 +44,8 @@ def summary(config: AlignConfig, results: Results) -> JsonObject:
             "gain": _interval(results.gain(best, kind)),
         }
         for name in ("tau", "tau_gain", "speedup"):
-            figures[name] = _interval(results.figure(name, best, kind, None, tree, verifier))
+            row = results.figure(name, best, kind, None, tree, verifier) if decoded else None
+            figures[name] = _interval(row)
         shown[kind] = figures
     return shown
 
@@ -71,10 +76,10 @@ def bought(shown: JsonObject, results: Results) -> list[str]:
     """Return the alphas and gains of the best draft, in distribution and out of it."""
     best = shown["best"]
     temperature = shown["temperature"]
-    found = [
-        f"{best} ({shown['objective']}) at temperature {temperature:g}, decoding with "
-        f"{shown['tree']}:",
-    ]
+    head = f"{best} ({shown['objective']}) at temperature {temperature:g}"
+    if shown["tree"] is not None:
+        head += f", decoding with {shown['tree']}"
+    found = [f"{head}:"]
     for kind in results.kinds:
         gain = shown[kind]["gain"]
         parts = [f"alpha {with_interval(shown[kind]['alpha'])}"]

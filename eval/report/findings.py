@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draftsmith.core.record import still_rising
-from draftsmith.eval.decision import Cell, Decision, Setting, decide, listed, lossless_taus
+from draftsmith.eval.decision import Cell, Decision, Setting, Shortfall, Tokens, decide, listed
 from draftsmith.eval.formats import number, percent, points, sign, tree_name, with_interval
 from draftsmith.eval.method import decode_options
 from draftsmith.eval.report import WORDS
@@ -47,7 +47,10 @@ class Lead:
     @property
     def headline(self) -> str:
         """The decision."""
-        return self._fill(WORDS["headlines"][self.decision.verdict])
+        words = WORDS["headlines"][self.decision.verdict]
+        if self.decision.verdict == "rejected":
+            return str(words.format(short=_short(self._nearest)))
+        return self._fill(words)
 
     @property
     def temperature(self) -> float:
@@ -70,13 +73,47 @@ class Lead:
 
     @property
     def _next(self) -> str:
-        verdict = self.decision.verdict
-        return "busy" if verdict == "ship_for" and self.decision.busy else verdict
+        verdict: str = self.decision.verdict
+        if verdict == "not_timed" and not self.results.methods:
+            return "not_decoded"
+        if verdict == "ship_for" and self.decision.busy:
+            verdict = "busy"
+        return "busy_again" if verdict == "busy" and self.again else verdict
+
+    @property
+    def again(self) -> str:
+        """What would change timings that were taken again; empty if they were not."""
+        document = self.results.document
+        if not document["clock"].get("timed_again"):
+            return ""
+        return str(
+            WORDS["again"].format(
+                quiet=document["clock"]["machine"]["cpus"] + 1,
+                load=max(max(row["load"], default=0.0) for row in document["conditions"]),
+                spread=max(row["spread"] or 0.0 for row in document["conditions"]),
+                prompts=2 * document["config"]["speed_prompts"],
+            )
+        )
 
     @property
     def todo(self) -> str:
         """What to do next."""
-        return str(WORDS["todo"][self._next])
+        rivals = []
+        for rival in self.decision.rivals:
+            words = WORDS["rival"]
+            rivals.append(words.format(setting=_with_tree(Setting.of(rival.tau)), **_tokens(rival)))
+        steps = self._nearest.steps if self.decision.hopeless else None
+        return str(WORDS["todo"][self._next]).format(
+            steps=WORDS["steps" if steps else "steps_unknown"].format(steps=steps),
+            rivals=" ".join(rivals),
+            again=self.again,
+        )
+
+    @property
+    def _nearest(self) -> Shortfall:
+        """The draft to name, of those that cannot pay."""
+        names = [self.results.best_aligned, *self.results.drafts]
+        return min(self.decision.hopeless, key=lambda short: names.index(short.draft))
 
     @property
     def command(self) -> str:
@@ -97,10 +134,23 @@ class Lead:
         return shlex.join(words)
 
     @property
+    def rises(self) -> dict[str, float]:
+        """The rise at the end of training of every draft whose held-out alpha still rose then, and
+        for which the steps that it needs are not said.
+        """
+        said = {short.draft for short in self.decision.hopeless}
+        found = {}
+        for name in self.results.drafts:
+            rise = still_rising(self.results.heldout(name))
+            if rise is not None and name not in said:
+                found[name] = rise
+        return found
+
+    @property
     def rising(self) -> str:
         """A sentence on every draft whose held-out alpha still rose when training stopped."""
         sentences = []
-        for name, rise in rises(self.results).items():
+        for name, rise in self.rises.items():
             gained = number(rise, 3, sign=True)
             sentences.append(WORDS["rising"].format(draft=name, gained=gained))
         return " ".join(sentences)
@@ -118,6 +168,10 @@ class Lead:
                 text += " " + words.format(base=self.results.base, figure=figure)
             if not self.results.domains("ood"):
                 text += f" {WORDS['no_ood']}"
+        named = self._nearest if decision.verdict == "rejected" else None
+        for short in decision.hopeless:
+            if short != named and short.draft != self.results.base:
+                text += f" {_short(short)}."
         if decision.busy and decision.verdict not in ("rejected", "none_beats_none"):
             cause = "the machine was busy during timing"
             for remark in self.results.document["remarks"]:
@@ -190,7 +244,6 @@ class Lead:
             whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
             where=decision.where(decision.paying),
             unclear=WORDS["unclear"].format(where=decision.where(unclear)) if unclear else "",
-            tau=_range(lossless_taus(results)) if decision.verdict == "rejected" else "",
             elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
             rest=" ".join(self._rest()),
         ).strip()
@@ -220,7 +273,9 @@ class Lead:
     def _of_cell(self, cell: Cell) -> str:
         words = WORDS["cells"][cell.sign]
         alone = sign(cell.speedup, 1.0)
-        if cell.busy:
+        if cell.short:
+            words = WORDS["short_cell"]
+        elif cell.busy:
             words = WORDS["busy_cell"]
         elif cell.sign == 0 and alone:
             words = WORDS["taken_alone"][alone]
@@ -267,14 +322,12 @@ class Lead:
         return text + str(words.format(points=points(gain), worst=aside))
 
 
-def rises(results: ResultsTable) -> dict[str, float]:
-    """The rise at the end of training of every draft whose held-out alpha still rose then."""
-    found = {}
-    for name in results.drafts:
-        rise = still_rising(results.heldout(name))
-        if rise is not None:
-            found[name] = rise
-    return found
+def _short(short: Shortfall) -> str:
+    return str(WORDS["short"].format(draft=short.draft, **_tokens(short.nearest)))
+
+
+def _tokens(tokens: Tokens) -> dict[str, str]:
+    return {"tau": with_interval(tokens.tau, 2), "needed": number(tokens.needed, 2)}
 
 
 def _range(rows: Sequence[Row]) -> str:
