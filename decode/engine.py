@@ -186,7 +186,8 @@ class SpeculativeDecoder:
         Yield each output with its key. `source(free)` returns at most `free` next prompts. It is
         called after all earlier outputs were yielded, so that an answer may lead to another prompt;
         decoding ends when it returns none and the batch is empty. The composition of batches
-        depends only on the prompts and their generators.
+        depends only on the prompts and their generators. Raise ValueError for a decoder with a
+        proposer or with recorded steps.
         """
         if self.proposer is not None or self.steps is not None:
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Produces training data from the target: its own outputs, row by row accounted for."""
+"""Produces training data from the target: its own outputs, row by row accounted for.
+
+Also a function: `ds.distill(target=..., prompts=..., out=...)`. `help(ds.distill.function)` says
+what it returns and raises.
+"""
 
 if __name__ == "distill":
     raise ImportError("import draftsmith.distill: distill is no package of its own")

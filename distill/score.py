@@ -151,8 +151,10 @@ class Answers:
 def score_set(
     config: ScoreConfig | None = None, command: str | None = None, **options: Any
 ) -> JsonObject:
-    """Write the scored set, or resume a killed run's; return its summary. command: the command line
-    to record.
+    """Write the scored set, or resume a killed run's; return its summary. Raise InputError for
+    answers or a target that cannot be read, RunError for a run that failed.
+
+    command: the command line to record.
     """
     config = configured(ScoreConfig, config, options)
     with Run(config.out) as run:

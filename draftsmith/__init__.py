@@ -1,15 +1,24 @@
-"""Speculative decoding from Python: load a pair, decode with it, distil, train, evaluate, align.
+"""Speculative decoding: load a pair, decode with it, distil, train, evaluate, align.
 
     import draftsmith as ds
     pair = ds.load_pair("TARGET", draft="DRAFT")
     out = pair.generate("Return the", tree="kary:3,2", temperature=0.7, max_new_tokens=64, seed=0)
     out.text, out.output_ids, out.finish_reason, out.stats.tau
 
-Importing this package imports neither torch nor transformers: a name is resolved when it is first
-used (PEP 562). Everything raised on purpose is a `DraftsmithError`: `InputError` for what the
-caller can mend (the commands exit with 2), `RunError` for a run that could not finish although its
-input was good (exit 1), `RequirementError` for results that miss what was required of them (exit
-3).
+load_pair    a target with its drafts          align        the whole road: the next three
+distill      the target's answers to prompts   score_set    its distributions for answers
+train        fit a draft                       evaluate     measure drafts; Results reads it
+decide       whether to ship a draft           plan         the fastest tree on this machine
+init         a draft to start from             export       a draft for another engine
+doctor       the engines that load a pair      served       what a running server accepts
+status       what a directory holds            add_results  figures for a model card
+
+Options are keywords, ds.train(target=...), or a config, ds.train(ds.TrainConfig(target=...)).
+SpeculativeDecoder, decoding and losses are for parts of your own.
+
+Raises InputError for what the caller can mend (a command exits with 2), RunError for a run that
+failed on good input (1), RequirementError for results that miss what was required (3); all are
+DraftsmithError. Importing this loads neither torch nor transformers: names load at first use.
 """
 
 import importlib

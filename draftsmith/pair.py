@@ -491,7 +491,9 @@ class Pair:
                 thread.join()
 
     def encode(self, prompt: OnePrompt, *, raw: bool = False) -> list[int]:
-        """Return the token ids of a prompt, as `generate` reads it."""
+        """Return the token ids of a prompt, as `generate` reads it. Raise InputError for what is no
+        prompt.
+        """
         return PromptEncoder(self.tokenizer, raw).encode(prompt)
 
     def decoding(
@@ -505,7 +507,8 @@ class Pair:
     ) -> Decoding:
         """Return a decoder for this method of drafting, as `generate` describes it.
 
-        The last decoder is kept and returned again if the method is the same.
+        The last decoder is kept and returned again if the method is the same. Raise InputError for
+        parts that do not go together.
         """
         if draft is None:
             draft = list(self.drafts) if reads_drafts(proposer) else []
@@ -573,7 +576,9 @@ class Pair:
         options: DecodeConfig | _Generate,
         on_tokens: OnTokens | None = None,
     ) -> Iterator[list[Output]]:
-        """Decode requests batch by batch; yield the outputs of each batch in order."""
+        """Decode requests batch by batch; yield the outputs of each batch in order. Raise
+        InputError for a request that does not fit.
+        """
         ends = eos_ids(self.target)
         if isinstance(options, _Generate) and options.eos_token_id is not None:
             ends = tuple(options.eos_token_id)

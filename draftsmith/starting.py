@@ -65,7 +65,8 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     `positions` of the answers to --prompts, None without prompts: `alpha` under speculative
     sampling, sum_x min(p, q); `alpha_greedy_draft`, if the draft takes its likeliest token,
     p(argmax q); `alpha_match`, if draft and target must sample the same token, sum_x p q;
-    `missing_mass`, the target's probability of tokens that the draft cannot draft.
+    `missing_mass`, the target's probability of tokens that the draft cannot draft. Raise InputError
+    for models that do not fit, before anything is written.
     """
     config = configured(InitConfig, config, options)
     out = Path(config.out)

@@ -210,7 +210,7 @@ class _Timed:
 
 def decide(results: ResultsTable) -> Decision:
     """Ship, ship for some sets, or do not ship, from the timings of every lossless setting in every
-    cell.
+    cell. Raise nothing: results without timings are undecided.
     """
     hopeless = _hopeless(results)
     rejected = {one.draft for one in hopeless}

@@ -124,7 +124,7 @@ class Results(ResultsTable):
 
     def plot(self, name: str = "alpha") -> "Figure":
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
-        writes a file.
+        writes a file. Raise InputError for a figure that is unknown or was not measured.
         """
         from draftsmith.eval.report.page import FIGURES
         from draftsmith.eval.report.theme import LIGHT, Look, roles_of

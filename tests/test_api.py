@@ -4,7 +4,9 @@ one's own.
 
 import ast
 import dataclasses
+import inspect
 import json
+import pydoc
 import re
 import subprocess
 import sys
@@ -61,6 +63,35 @@ def test_every_public_name_is_what_type_checkers_are_told():
     for name in ds.__all__:
         assert getattr(ds, name) is not None
     assert (Path(ds.__file__).parent / "py.typed").is_file()
+
+
+def test_the_first_screen_of_help_names_the_calls():
+    lines = pydoc.plain(pydoc.render_doc(ds)).splitlines()
+    start = lines.index("DESCRIPTION")
+    assert lines.index("PACKAGE CONTENTS") < 30
+    screen = "\n".join(lines[start:30])
+    assert all(re.search(rf"\b{name}\b", screen) for name in ds.__all__ if name[0].islower())
+
+
+def public_functions() -> dict[str, Any]:
+    """Every public function and method by name."""
+    found = {"distill": ds.distill.function, "train": ds.train.function}  # type: ignore[attr-defined]
+    for name in ds.__all__:
+        value = getattr(ds, name)
+        if inspect.isfunction(value):
+            found[name] = value
+    for kind in (ds.Pair, ds.SpeculativeDecoder):
+        for name, value in inspect.getmembers(kind, inspect.isroutine):
+            if not name.startswith("_"):
+                found[f"{kind.__name__}.{name}"] = value
+    for name in ("load", "concat", "require", "to_frame", "plot"):
+        found[f"Results.{name}"] = getattr(ds.Results, name)
+    return found
+
+
+@pytest.mark.parametrize("function", public_functions().values(), ids=list(public_functions()))
+def test_a_public_function_names_its_errors(function):
+    assert re.search(r"\bRaises?\s", inspect.getdoc(function) or "")
 
 
 @pytest.mark.slow

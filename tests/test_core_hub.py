@@ -221,7 +221,11 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
     assert "| code | 1.0 | chain:2, block | not measured |" in body
     assert "0.1992" not in body and "held out while training" not in body
     with pytest.raises(InputError, match="has no draft 'other'; it has base, mine"):
-        cards.add_results(checkpoint, file, "other")
+        cards.add_results(str(checkpoint), str(file), "other")
+    for part in ("base", "drafts", "suites", "rows"):
+        file.write_text(json.dumps({key: results[key] for key in results.keys() - {part}}))
+        with pytest.raises(InputError, match=f"results.json: lacks '{part}'; "):
+            cards.add_results(checkpoint, file, "mine")
 
 
 def test_the_example_for_transformers_runs(target_dir, draft_dir, capsys):

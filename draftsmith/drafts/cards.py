@@ -118,13 +118,18 @@ def write_record(directory: Path, record: JsonObject) -> None:
     (directory / "README.md").write_text(checkpoint_card(record), encoding="utf-8")
 
 
-def add_results(checkpoint: Path, results: Path, draft: str) -> None:
-    """Write the figures of an evaluation into the card of the checkpoint that it calls `draft`."""
+def add_results(checkpoint: str | Path, results: str | Path, draft: str) -> None:
+    """Write the figures of an evaluation into the card of the checkpoint that it calls `draft`.
+
+    Raise InputError if the checkpoint has no record, or the results no such draft.
+    """
+    checkpoint = Path(checkpoint)
     record = read_json(checkpoint / "draftsmith.json", "the record of a draft checkpoint")
-    document = read_json(results, "the results of `draftsmith eval`")
-    if draft not in document.get("drafts", []):
+    parts = ("base", "drafts", "suites", "rows")
+    document = read_json(Path(results), "the results of `draftsmith eval`", parts)
+    if draft not in document["drafts"]:
         raise InputError(
-            f"{results}: has no draft {draft!r}; it has {', '.join(document.get('drafts', []))}"
+            f"{results}: has no draft {draft!r}; it has {', '.join(document['drafts'])}"
         )
     write_text_atomic(checkpoint / "README.md", checkpoint_card(record, document, draft))
 

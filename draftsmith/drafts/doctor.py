@@ -19,7 +19,7 @@ from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
 @quiet()
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     """Return the `Support` of every engine on a target and a draft, as JSON, and whether a draft
-    `pays` by the plan.
+    `pays` by the plan. Raise InputError for a directory that holds neither.
     """
     config = configured(DoctorConfig, config, options)
     plan: JsonObject = {}

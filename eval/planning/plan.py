@@ -188,7 +188,7 @@ def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
 @quiet()
 def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file`
-    and return it.
+    and return it. Raise InputError for a pair or prompts that cannot be planned for.
     """
     config = configured(PlanConfig, config, options)
     sources = {"draft": config.draft}
