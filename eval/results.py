@@ -124,7 +124,7 @@ class Results(ResultsTable):
 
     def plot(self, name: str = "alpha") -> "Figure":
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
-        writes a file. Raise InputError for a figure that is unknown or was not measured.
+        writes a file. Raise InputError for a figure that is unknown or has too few points.
         """
         from draftsmith.eval.report.page import FIGURES
         from draftsmith.eval.report.theme import LIGHT, Look, roles_of
@@ -133,7 +133,7 @@ class Results(ResultsTable):
             raise InputError(f"plot: no figure {name!r}; {nearest(name, FIGURES)}")
         figure = FIGURES[name](self, Look(LIGHT, roles_of(self.drafts, self.base)))
         if figure is None:
-            raise InputError(f"plot: {name} was not measured")
+            raise InputError(f"plot: {name}: too few points were measured; to_frame() has them")
         return figure
 
 

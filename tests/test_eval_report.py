@@ -376,6 +376,8 @@ def test_a_figure_of_the_report_is_one_call_and_a_repr_is_a_line(results, tmp_pa
     assert (tmp_path / "alpha.png").stat().st_size > 5000 and len(repr(results)) < 200
     with pytest.raises(InputError, match="no figure 'alhpa'; did you mean alpha?"):
         results.plot("alhpa")
+    with pytest.raises(InputError, match="plot: alpha: too few points were measured; to_frame"):
+        view({"base": BASE}, {"prose": "id"}, prompts=2).plot("alpha")
 
 
 def test_what_eval_prints_is_the_decision_and_a_row_by_draft_and_set(results):

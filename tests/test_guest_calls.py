@@ -75,14 +75,16 @@ def calls_of(
             **short,
         ),
         "Results": lambda: results().to_frame(),
-        "Results.plot": lambda: results().plot("tau"),
+        "Results.plot": lambda: results().plot("cost"),
         "Results.concat": lambda: ds.Results.concat({"a": results()}),
         "decide": lambda: ds.decide(results()),
         "add_results": lambda: ds.add_results(
             Path(trained), Path(measured, "results.json"), "mine"
         ),
         "plan": lambda: ds.plan(draft=draft, prompts=prompts, out=out("p.json"), **common, **short),
-        "export": lambda: ds.export(draft=head, out=out("export"), format="sglang", target=target),
+        "export": lambda: ds.export(
+            draft=head, out=out("export"), format="speculators", target=target
+        ),
         "doctor": lambda: ds.doctor(target=target, draft=draft),
         "served": lambda: ds.served(served=url, draft=draft, prompts=prompts, **common, **short),
         "status": lambda: ds.status(directory=str(there)),
