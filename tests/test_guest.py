@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -124,6 +124,29 @@ def test_a_host_keeps_its_own_handler_of_signals(number):
         assert signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, found)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ends"),
+    [
+        (signal.SIGINT, signal.SIGINT, KeyboardInterrupt),
+        (signal.SIGINT, signal.SIGTERM, Terminated),  # a launcher's second Ctrl-C
+        (signal.SIGINT, signal.SIGHUP, None),
+        (signal.SIGTERM, signal.SIGINT, None),
+        (signal.SIGTERM, signal.SIGTERM, None),
+    ],
+)
+def test_what_comes_after_ctrl_c_ends_also_a_run_that_is_being_saved(first, second, ends):
+    found = [signal.signal(number, signal.SIG_DFL) for number in (first, second)]
+    try:
+        with terminable() as stop:
+            stop.held = True
+            signal.raise_signal(first)
+            with pytest.raises(ends) if ends else nullcontext():
+                signal.raise_signal(second)
+    finally:
+        for number, handler in zip((second, first), reversed(found), strict=True):
+            signal.signal(number, handler)
 
 
 def test_a_host_keeps_its_virtual_timer():

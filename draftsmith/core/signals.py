@@ -34,8 +34,8 @@ class StopSignal:
     otherwise the program ends at once.
 
     asked: number of the signal that this process received, 0 for none. agreed: whether all
-    processes know that one of them received a signal. A second Ctrl-C ends the program at once even
-    while `held`.
+    processes know that one of them received a signal. A second Ctrl-C, which a launcher hands on as
+    SIGTERM, ends the program at once even while `held`.
     """
 
     held: bool = False
@@ -44,7 +44,7 @@ class StopSignal:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
-        again = number == self.asked == signal.SIGINT
+        again = self.asked == signal.SIGINT and number != signal.SIGHUP
         self.asked = number
         if number == signal.SIGHUP:
             discard_if_closed()
