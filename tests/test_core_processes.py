@@ -9,13 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from draftsmith.__main__ import ended, main
-from draftsmith.core import agreement, launcher, ranks, runs
+from draftsmith.core import agreement, launcher, progress, ranks, runs
 from draftsmith.core.errors import InputError, LauncherError
 from draftsmith.core.host import limit_threads
 from draftsmith.core.launcher import launcher_request
@@ -370,3 +371,15 @@ def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warn
         "warning: ignoring the launcher's dynamo_backend; set `torch_compile` instead",
         "warning: ignoring the launcher's megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
     ]
+
+
+def test_a_step_of_unknown_length_shows_that_it_goes_on(monkeypatch, capsys):
+    with progress.waiting("align: reads the target"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(progress, "_PERIOD_ELSEWHERE_S", 0.01)
+    with pytest.raises(InputError), progress.waiting("align: reads the target"):
+        time.sleep(0.1)
+        raise InputError("target: is not there")
+    said = capsys.readouterr().err
+    assert said.count("align: reads the target, 00:00") > 2 and said.endswith("\n")

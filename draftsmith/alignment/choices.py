@@ -144,9 +144,10 @@ def _kind(known: Known) -> DraftKind | None:
 
 
 def _heldout(known: Known) -> int | None:
-    # Never more than a fifth: the rest trains the draft. Rows that ask the same count once.
+    # Never more than a fifth: the rest trains the draft. Rows that ask the same count once. Options
+    # of the evaluation do not decide it, so drafts of other runs are compared on the same prompts.
     fifth = (known.facts.different or known.facts.prompts) // 5
-    return None if known.options.id else max(1, min(known.options.eval.max_prompts, fifth))
+    return None if known.options.id else max(1, min(known.by_device(64, 40), fifth))
 
 
 def _samples(known: Known) -> int:

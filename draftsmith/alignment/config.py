@@ -6,7 +6,7 @@ import re
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.options import (
@@ -23,6 +23,7 @@ from draftsmith.core.options import (
     RunOptions,
     Share,
     ShareBelow1,
+    Shown,
     Spec,
     TargetOptions,
     Temperature,
@@ -45,6 +46,18 @@ OPEN: Any = None
 # In align.yaml, before the command that began the run.
 BEGUN_BY = "# Begun by: "
 Policy = Literal["id", "balanced"]
+_SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def seconds_of(time: str) -> float:
+    """Seconds of a time such as 30m."""
+    return float(time[:-1]) * _SECONDS[time[-1]]
+
+
+def _is_time(value: str) -> str:
+    if not re.fullmatch(r"\d+(\.\d+)?[smh]", value) or not seconds_of(value):
+        raise ValueError("must be a time such as 30m, 2h or 90s")
+    return value
 
 
 @options
@@ -161,9 +174,7 @@ class EvalChoices:
 
 @options
 class AlignConfig(TargetOptions, RunOptions):
-    """Align a draft with a target: distil, train, evaluate, report. Open options are chosen.
-    Shorter: a smaller distill.max_prompts, train.steps or eval.max_prompts, or policy id.
-    """
+    """Align a draft with a target: distil, train, evaluate, report. Open options are chosen."""
 
     target: ByContent[Model]
     """The target: a local directory or hub name."""
@@ -188,6 +199,8 @@ class AlignConfig(TargetOptions, RunOptions):
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""
+    time_budget: Annotated[str, AfterValidator(_is_time), Shown("TIME")] | None = None
+    """Time of the whole run, such as 30m: open options are chosen to fit."""
     id: ByContent[list[NamedPrompts]] = field(default_factory=list)
     """Prompt sets in distribution, written as for `eval`. Default: part of --prompts, held out of
     training.

@@ -4,37 +4,59 @@ most.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stage_configs import Stages
+from draftsmith.alignment.stage_configs import Stages, stages_of
+from draftsmith.core.devices import resolve_device
 from draftsmith.core.ranks import launched
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder
 from draftsmith.decode.tree import chain
+from draftsmith.drafts.draft_vocabulary import (
+    attach_draft_vocabulary,
+    draft_vocabulary,
+    trim,
+)
 from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
-from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
+from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.features import FrozenTarget
+from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
 
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
 _CHAIN = 2
 _TOKENS = 8
 _ROUNDS = 5
+# Held-out rows are measured while training, for a sixth of its time (`choices`).
+_WITH_HELDOUT = 7 / 6
+_SHORTER = {
+    "distil": "--distill.max_prompts",
+    "train": "--train.steps",
+    "evaluate": "--eval.max_prompts",
+}
 
 
 def untrained(models: LoadedModels, stages: Stages) -> Draft:
-    """Return the draft before its training: the one that was given, or a fresh head."""
-    if models.drafts:
-        return next(iter(models.drafts.values()))
+    """Return the draft before its training: the one that was given, or a fresh head. Which tokens
+    it drafts does not change what it costs, so it drafts the first.
+    """
     run = next(iter(stages.training.values()))
+    if models.drafts:
+        draft = next(iter(models.drafts.values()))
+        size = run.draft_vocab_size
+        # One that has a draft vocabulary already came without the other rows.
+        if isinstance(draft, PreTrainedModel) and size and draft_vocabulary(draft) is None:
+            trim(draft, torch.arange(size))
+        return draft
     if run.kind == "eagle3" and run.draft_vocab_size is not None:
         return Eagle3Head.fresh(models.target, draft_vocab=range(run.draft_vocab_size)).eval()
     return HEADS[run.kind].fresh(models.target).eval()
@@ -84,50 +106,79 @@ def pays(costs: Mapping[float, float]) -> str:
     return text
 
 
-def expected(
-    config: AlignConfig,
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds that were timed: of an answer of full length; of reading a row by the target, and of
+    training on it; of a prompt of the evaluation in all its ways, together with others and alone.
+    """
+
+    answer_s: float
+    read_s: float
+    train_s: float
+    counted_s: float
+    timed_s: float
+
+    def of_stages(self, config: AlignConfig) -> dict[str, float]:
+        """Return how long each stage takes at most, if no drafted token is accepted."""
+        stages = stages_of(config)
+        evaluation = stages.evaluation
+        answers = config.distill.max_prompts * config.distill.num_samples
+        # The target writes the chats that it replays from their first turn on.
+        turns = 2 if config.distill.general_from == "magpie" else 1
+        written = answers + turns * config.distill.general_texts
+        steps = sum(run.steps or 0 for run in stages.training.values())
+        trained = steps * config.train.rows_per_step
+        read = trained
+        if resolve_device(config.device).type == "cpu":
+            # There the target's states are cached, or kept in memory.
+            read = min(trained, answers + config.distill.general_texts)
+        heldout = config.heldout_prompts or evaluation.max_prompts
+        prompts = min(evaluation.max_prompts, heldout)
+        return {
+            "distil": written * self.answer_s / launched(),
+            "train": _WITH_HELDOUT * (read * self.read_s + trained * self.train_s) / launched(),
+            "evaluate": self.counted_s * prompts / launched()
+            + self.timed_s * min(prompts, evaluation.speed_prompts),
+        }
+
+
+def time_steps(
     stages: Stages,
     models: LoadedModels,
     draft: Draft,
     prompts: Sequence[Sequence[int]],
     costs: Mapping[float, float],
-) -> str:
-    """Return a line with the time of each stage, for answers of full length of which no token was
-    drafted.
-
-    draft: before its training. The training of Medusa, Hydra and block drafters is not timed; its
-    progress line tells. costs: of `step_costs`.
+) -> StepTimes:
+    """Time some steps of each stage. draft: before its training; afterwards it is fp32. costs: of
+    `step_costs`.
     """
-    options = config.distill
+    options = stages.distill
     evaluation = stages.evaluation
     alone = SpeculativeDecoder(models.target)
     # A row of a larger batch, as of distilling, takes no longer.
     together = prompts[: evaluation.batch_size]
-    answers = options.max_prompts * options.num_samples
-    # The target writes the chats that it replays from their first turn on.
-    turns = 2 if options.general_from == "magpie" else 1
-    written = answers + turns * options.general_texts
-    answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
-    expected_s = {"distil": written * answer_s / launched()}
-    if isinstance(draft, PreTrainedModel | FeatureHead):
-        runs = list(stages.training.values())
-        trained = sum(run.steps or 0 for run in runs) * config.train.rows_per_step
-        # Cached, the states that a head reads are computed once.
-        cached = isinstance(draft, FeatureHead) and runs[0].head.features
-        read = answers + options.general_texts if cached else trained
-        read_s, draft_s = _row_s(models.target, draft, runs[0])
-        expected_s["train"] = (read * read_s + trained * draft_s) / launched()
     # The target decodes every set alone, then with every draft and tree.
     trees = [tree for tree in evaluation.tree if tree != "none"]
-    decoded = 1 + len(evaluation.draft) * len(trees) * max(costs.values(), default=_CHAIN)
-    decoded *= (len(evaluation.id) + len(evaluation.ood)) * len(evaluation.temperature)
+    ways = 1 + len(evaluation.draft) * len(trees) * max(costs.values(), default=_CHAIN)
+    ways *= (len(evaluation.id) + len(evaluation.ood)) * len(evaluation.temperature)
     hottest = max(evaluation.temperature)
     tokens = evaluation.max_new_tokens
-    counted_s = _answer_s(alone, together, hottest, tokens) * evaluation.max_prompts / launched()
-    timed_s = _answer_s(alone, prompts[:1], hottest, tokens) * evaluation.speed_prompts
-    expected_s["evaluate"] = decoded * (counted_s + timed_s)
-    line = ", ".join(f"{stage} {_duration(seconds)}" for stage, seconds in expected_s.items())
-    return f"expected at most: {line} (some steps of each were timed)"
+    assert options.temperature is not None
+    answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
+    counted_s = ways * _answer_s(alone, together, hottest, tokens)
+    timed_s = ways * _answer_s(alone, prompts[:1], hottest, tokens)
+    run = next(iter(stages.training.values()))
+    read_s, train_s = _row_s(models.target, draft, run, options.max_new_tokens)
+    return StepTimes(answer_s, read_s, train_s, counted_s, timed_s)
+
+
+def expected(seconds: Mapping[str, float]) -> str:
+    """Say how long each stage takes, and what shortens it."""
+    stages = [f"{stage} {duration(each)} ({_SHORTER[stage]})" for stage, each in seconds.items()]
+    return (
+        f"expected at most: {', '.join(stages)}; shorter by the option beside it, or all by "
+        "--time_budget 30m"
+    )
 
 
 def _answer_s(
@@ -142,28 +193,32 @@ def _answer_s(
     return (batch.prefill_s + tokens * batch.decode_s / steps) / len(prompts)
 
 
-def _row_s(target: PreTrainedModel, draft: nn.Module, run: TrainConfig) -> tuple[float, float]:
-    """Time a row of training: a forward of the target, and a forward and backward of the draft at
-    every depth.
-    """
-    usual: int = getattr(TRAINEES[run.kind], "usual_steps", 1)
-    depths = run.head.test_steps or usual
+def _row_s(
+    target: PreTrainedModel, draft: Draft, run: TrainConfig, answer_tokens: int
+) -> tuple[float, float]:
+    """Time a row of training: reading it by the target, and all that the draft does with it."""
     ids_BT = torch.zeros(1, run.max_length, dtype=torch.long, device=target.device)
-    inputs = [ids_BT]
-    if isinstance(draft, FeatureHead):
-        config: Any = draft.config
-        shape = (1, run.max_length, config.hidden_size)
-        inputs.append(torch.zeros(shape, dtype=target.dtype, device=target.device))
-    draft.requires_grad_()
+    labels_BT = ids_BT.clone()
+    labels_BT[:, :-answer_tokens] = IGNORE
+    batch = Batch(ids_BT, labels_BT)
+    depths: dict[str, Any] = {}
+    if run.head.test_steps is not None:
+        depths["test_steps"] = run.head.test_steps
+    if isinstance(draft, PreTrainedModel) and (ids_D := draft_vocabulary(draft)) is not None:
+        # Training takes these rows of a whole projection; this one has no others.
+        draft._forward_hooks.clear()
+        attach_draft_vocabulary(draft, torch.arange(len(ids_D)))
+    draft.requires_grad_().float()
+    trainee = TRAINEES[run.kind](draft, parse_objective(run.objective), target, **depths)
+    assert trainee.target is not None
     began = read = 0.0
     for _ in range(2):  # the first time kernels are loaded
         began = _now(target)
-        with torch.no_grad():
-            target(ids_BT)
+        states = FrozenTarget.read(trainee.target, batch)
         read = _now(target)
-        # A language model's output begins with its logits too.
-        draft(*inputs)[0].sum().backward()
-    return read - began, depths * (_now(target) - read)
+        trainee.target.read = lambda *_, states=states: states  # type: ignore[method-assign]
+        trainee(batch).loss.backward()
+    return read - began, _now(target) - read
 
 
 def _now(target: PreTrainedModel) -> float:
@@ -173,7 +228,8 @@ def _now(target: PreTrainedModel) -> float:
     return time.perf_counter()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return seconds, minutes or hours."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"

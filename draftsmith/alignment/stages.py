@@ -5,7 +5,10 @@ call.
 import dataclasses
 import gc
 import json
+import math
 import shutil
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,20 +18,29 @@ import torch
 import yaml
 
 from draftsmith.alignment.choices import complete, filled
-from draftsmith.alignment.config import BEGUN_BY, AlignConfig
+from draftsmith.alignment.config import BEGUN_BY, AlignConfig, seconds_of
 from draftsmith.alignment.engines import in_words as engines_in_words
 from draftsmith.alignment.facts import Facts, load, look
-from draftsmith.alignment.forecast import expected, pays, step_costs, untrained
+from draftsmith.alignment.forecast import (
+    StepTimes,
+    expected,
+    pays,
+    step_costs,
+    time_steps,
+    untrained,
+)
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.stage_configs import Stages, expected_training, given, stages_of
 from draftsmith.alignment.summary import best_draft
+from draftsmith.alignment.time_budget import bought, within
 from draftsmith.config import InitConfig
 from draftsmith.core.command_line import check_file
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import JsonObject, write_text_atomic
+from draftsmith.core.io import JsonObject, read_json, write_text_atomic
 from draftsmith.core.launcher import as_typed, join_processes
 from draftsmith.core.options import command_line, configured, options_of, value_at
+from draftsmith.core.progress import waiting
 from draftsmith.core.ranks import from_main, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading
@@ -42,6 +54,9 @@ from draftsmith.eval.results import Results
 from draftsmith.starting import in_words, init
 from draftsmith.train import memory
 from draftsmith.train.training_run import train
+
+# What steps took when the run began, for the forecast of a run that goes on.
+_TIMES = "step_times.json"
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
@@ -88,6 +103,8 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
         results = evaluate(stages.evaluation)
         for name in stages.training:
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
+        # A finished run has no clock in its files.
+        on_main(partial((out / _TIMES).unlink, missing_ok=True))
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
     return config, results
@@ -123,48 +140,54 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
     whole = _resumed(config, file, command)
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
+    kept = out / _TIMES
+    if kept.is_file():
+        times = StepTimes(**read_json(kept, "the times of steps"))
+        say(f"of the whole run, {expected(times.of_stages(whole))}")
     return whole, stages_of(whole)
 
 
 def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
+    began = time.monotonic()
     for line in memory.in_words(expected_training(config)):
         say(line)
-    models = load(config)
-    config = replace(config, date=fix_date(models.tokenizer, config.date))
+    with waiting("align: reads the target and the prompts"):
+        models = load(config)
+        config = replace(config, date=fix_date(models.tokenizer, config.date))
+        facts, prompts = look(config, models)
     if config.date is not None:
         say(f"the chat template prints the date; in this run it is {config.date}")
-    facts, prompts = look(config, models)
-    whole, chosen = complete(config, facts)
+    usual, _ = complete(config, facts)
     # Refuse now what a later stage would refuse, before anything is written.
-    stages = stages_of(whole)
+    stages = stages_of(usual)
     check(stages.evaluation)
+    ids = [prompt.ids for prompt in prompts.prompts]
+    with waiting("align: times some steps of each stage"):
+        draft = untrained(models, stages)
+        costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
+        times = time_steps(stages, models, draft, ids, costs)
+    limit_s = math.inf
+    if config.time_budget is not None:
+        limit_s = seconds_of(config.time_budget) - (time.monotonic() - began)
+    whole, chosen = within(config, facts, times.of_stages, limit_s)
+    stages = stages_of(whole)
     if whole.heldout_prompts is not None:
         hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
-        if min(whole.heldout_prompts, facts.different) < ENOUGH:
+        if (config.eval.max_prompts or 0) > whole.heldout_prompts:
             say(
-                f"prompts: {whole.heldout_prompts} are held out to measure on, which shows that "
-                f"the road works, not which draft is better; {5 * ENOUGH} hold out "
-                f"{ENOUGH}, which can"
+                f"prompts: all {whole.heldout_prompts} that are held out are measured; "
+                f"--heldout_prompts {config.eval.max_prompts} holds out more"
             )
+    say(expected(times.of_stages(whole)))
+    if config.time_budget is not None:
+        say(bought(config, facts, times.of_stages, whole))
     prompts.say_skipped()
-    if facts.fresh_head:
-        say(_fresh_head(whole, facts))
-    kind = next(iter(stages.training.values())).kind
-    say(f"engines: {engines_in_words(facts.support, kind)}")
-    answers = whole.distill
-    say(
-        f"distil: {answers.num_samples} answers to each of {answers.max_prompts} prompts, at most "
-        f"{answers.max_new_tokens} tokens each"
-    )
-    steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
-    say(f"train: {steps} of {whole.train.rows_per_step} rows")
-    ids = [prompt.ids for prompt in prompts.prompts]
-    draft = untrained(models, stages)
-    costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
+    for line in _plan(whole, facts, stages):
+        say(line)
     if costs:
         say(pays(costs))
-    say(expected(whole, stages, models, draft, ids, costs))
+    write_text_atomic(file.parent / _TIMES, json.dumps(dataclasses.asdict(times)))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
         f"{_begun_by(command)}# Chosen were:\n"
@@ -176,6 +199,27 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         "--config and another --out"
     )
     return whole, stages
+
+
+def _plan(config: AlignConfig, facts: Facts, stages: Stages) -> Iterator[str]:
+    """Say what the run will do, and what it cannot show."""
+    if config.heldout_prompts and min(config.heldout_prompts, facts.different) < ENOUGH:
+        yield (
+            f"prompts: {config.heldout_prompts} are held out to measure on, which shows that "
+            f"the road works, not which draft is better; {5 * ENOUGH} hold out "
+            f"{ENOUGH}, which can"
+        )
+    if facts.fresh_head:
+        yield _fresh_head(config, facts)
+    kind = next(iter(stages.training.values())).kind
+    yield f"engines: {engines_in_words(facts.support, kind)}"
+    answers = config.distill
+    yield (
+        f"distil: {answers.num_samples} answers to each of {answers.max_prompts} prompts, at most "
+        f"{answers.max_new_tokens} tokens each"
+    )
+    steps = ", ".join(f"{name} {run.steps} steps" for name, run in stages.training.items())
+    yield f"train: {steps} of {config.train.rows_per_step} rows"
 
 
 def _begun_by(command: str) -> str:

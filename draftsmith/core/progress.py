@@ -1,6 +1,7 @@
 """Progress of a long step, with the time that is left."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -13,6 +14,8 @@ from draftsmith.core.terminal import StandardError
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
 Tick = Callable[[int], None]
+_PERIOD_S = 1.0
+_PERIOD_ELSEWHERE_S = 15.0
 
 
 @contextmanager
@@ -30,7 +33,7 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         initial=done,
         disable=not is_main(),
         leave=not is_terminal,
-        mininterval=0.1 if is_terminal else 15,
+        mininterval=0.1 if is_terminal else _PERIOD_ELSEWHERE_S,
         dynamic_ncols=True,
         file=StandardError(),
     )
@@ -41,6 +44,36 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
 
     with bar:
         yield advance
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show that a step of unknown length goes on, and for how long it has."""
+    is_terminal = sys.stderr.isatty()
+    period_s = _PERIOD_S if is_terminal else _PERIOD_ELSEWHERE_S
+    over = threading.Event()
+
+    def show() -> None:
+        # What is refused at once is refused in one line.
+        if over.wait(period_s):
+            return
+        with tqdm(
+            desc=what,
+            bar_format="{desc}, {elapsed}",
+            leave=not is_terminal,
+            file=StandardError(),
+            disable=not is_main(),
+        ) as bar:
+            while not over.wait(period_s):
+                bar.refresh()
+
+    thread = threading.Thread(target=show, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def no_tick(*_: object) -> None:
