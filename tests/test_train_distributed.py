@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from draftsmith.core.errors import LauncherError, RunError
-from draftsmith.train.config import TrainConfig
+from draftsmith.core.errors import InputError, LauncherError, RunError
+from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.world import make_world
 from tests.train_laws import BEFORE, close, metrics
 
@@ -240,6 +240,14 @@ def test_a_launcher_that_would_be_ignored_is_refused(environment, message, monke
             monkeypatch.delenv(name)
     with pytest.raises((RunError, LauncherError), match=message):
         make_world(TrainConfig(out="o", data=["d"], draft="d", device="cpu"))
+
+
+def test_muon_is_refused_before_deepspeed_starts(monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    config = TrainConfig(out="o", data=["d"], draft="d", device="cpu", optim=Optim(name="muon"))
+    with pytest.raises(InputError, match="muon needs whole matrices.*/ddp.yaml or"):
+        make_world(config)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)

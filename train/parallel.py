@@ -189,11 +189,6 @@ class Zero(Copies):
                 )
         options["train_micro_batch_size_per_gpu"] = config.batch_size
         options["gradient_clipping"] = config.optim.clip_norm
-        if config.optim.name == "muon":
-            raise RunError(
-                "optim.name: muon needs whole matrices, and DeepSpeed shares them in pieces; "
-                "launch with configs/accelerate/ddp.yaml or fsdp2.yaml"
-            )
         (optimizer,) = make_optimizer().parts
         with silent(True):
             self.module, prepared = self.world.accelerator.prepare(self.trainee, optimizer)

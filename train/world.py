@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.errors import RunError, one_line, require_package
+from draftsmith.core.errors import InputError, RunError, one_line, require_package
 from draftsmith.core.guest import environment
 from draftsmith.core.launcher import (
     agree_on,
@@ -90,6 +90,11 @@ def make_world(config: TrainConfig) -> World:
     if zero:
         advice = "launch with configs/accelerate/ddp.yaml"
         require_package("deepspeed", "the launcher's DeepSpeed configuration", advice)
+        if config.optim.name == "muon":
+            raise InputError(
+                "optim.name: muon needs whole matrices, and DeepSpeed shares them in pieces; "
+                f"{advice} or fsdp2.yaml"
+            )
     _check_launcher(sharing, bf16)
     group = process_group_options(on_cpu)
     accelerator_of_deepspeed = {"DS_ACCELERATOR": "cpu"} if on_cpu else {}
