@@ -6,10 +6,12 @@ from typing import Literal
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import check_out
 from draftsmith.core.options import (
+    AtLeast0,
     AtLeast1,
     Device,
     Directory,
     Model,
+    NonNegative,
     NotIdentity,
     Out,
     OutFile,
@@ -204,6 +206,12 @@ class ServedConfig(TargetOptions, PromptOptions):
     """
     max_new_tokens: AtLeast1 = 128
     """The longest answer, in tokens."""
+    against: Text | None = None
+    """Say what changed since an earlier run: a file of its `--json`."""
+    watch: AtLeast0 = 0
+    """Ask the first 16 prompts again, this many times, and compare."""
+    watch_minutes: NonNegative = 10.0
+    """Minutes between two of these."""
 
 
 @options

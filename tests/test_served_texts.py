@@ -73,6 +73,72 @@ def test_what_a_row_asks_of_the_template_is_in_the_request(completion):
     assert not {"chat_template_kwargs", "add_generation_prompt"} & plain.keys()
 
 
+def test_what_a_server_tells_is_kept_without_secrets(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    told = {
+        "build_info": "b8681-Debian",
+        "api_key": "other",
+        "default_generation_settings": {"n_ctx": 512, "params": {"hf_token": "t", "note": KEY}},
+        "chat_template": "x" * 300,
+        "internal_states": [{"load": 1}],
+    }
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            listed = {"id": "m", "owned_by": "llamacpp", "created": 7, "meta": {"n_ctx_train": 9}}
+            self.send(200, {"data": [listed]} if self.path == "/v1/models" else told)
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as served:
+        facts = RunningServer(f"http://127.0.0.1:{served.server_address[1]}").facts()
+    assert facts["build_info"] == "b8681-Debian" and facts["model.meta.n_ctx_train"] == 9
+    assert facts["default_generation_settings.n_ctx"] == 512
+    assert len(facts["chat_template"]) < 100 and KEY not in str(facts)
+    kept = {"model.id", "build_info", "chat_template", "model.meta.n_ctx_train"}
+    kept |= {f"default_generation_settings.{name}" for name in ("n_ctx", "params.note")}
+    assert set(facts) == kept
+
+
+def test_a_server_without_these_addresses_tells_its_model():
+    with replying(lambda handler, body: None) as url:
+        assert RunningServer(url).facts() == {"model.id": "target"}
+
+
+def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
+    """vLLM drafts nothing beyond the draft's own context, and counts no such step."""
+    counts = {"drafts": 2, "draft_tokens": 6, "accepted_tokens": 3}
+    places = {0: 2, 1: 1, 2: 0}
+    answered: list[int] = []
+
+    class Handler(JsonHandler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                self.send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
+                return
+            factor = len(answered)
+            lines = [
+                f"vllm:spec_decode_num_{name}_total {n * factor}" for name, n in counts.items()
+            ]
+            for place, count in places.items():
+                name = f'accepted_tokens_per_pos_total{{position="{place}"}}'
+                lines.append(f"vllm:spec_decode_num_{name} {count * factor}")
+            lines += [f"vllm:generation_tokens_total {10 * factor}"]
+            lines += [f"vllm:prompt_tokens_cached_total {4 * factor}"]
+            self.send(200, "\n".join(lines))
+
+        def do_POST(self) -> None:
+            self.body()
+            answered.append(1)
+            self.send(200, {"choices": [{"token_ids": [5] * 10, "finish_reason": "length"}]})
+
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as served:
+        server = RunningServer(f"http://127.0.0.1:{served.server_address[1]}")
+        prompt = Prompt("p", "d", (5, 6, 7, 8, 9))
+        answer = server.answer(prompt, completion, states_sampling=True)
+    # Two steps emit five tokens, and four more steps one token each.
+    assert (answer.calls, answer.drafted, answer.cached) == (6, 6, 4)
+    assert answer.accepted_by_depth == [2, 1, 0] and answer.reached_by_depth == [2, 2, 1]
+
+
 def test_a_server_that_repeats_the_key_or_never_ends(completion, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     spelled = [KEY, KEY.upper(), base64.b64encode(f"Bearer {KEY}".encode()).decode()]

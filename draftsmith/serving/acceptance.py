@@ -30,7 +30,6 @@ from draftsmith.eval.bootstrap import (
     Floats,
     PromptSums,
     Resamples,
-    difference,
     estimate,
     interval,
     pooled_ratios,
@@ -40,7 +39,8 @@ from draftsmith.eval.groups import groups_of
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
 from draftsmith.pair import Pair, load_pair
-from draftsmith.serving.asking import Asker, ServedPrompt, ask
+from draftsmith.serving.against import changes, read_earlier, served_rows
+from draftsmith.serving.asking import Asker, ServedPrompt, ask, watch
 from draftsmith.serving.patterns import (
     RESAMPLES,
     Compared,
@@ -48,8 +48,9 @@ from draftsmith.serving.patterns import (
     by_cached,
     by_length,
     close,
+    counted,
     find_patterns,
-    later_counts,
+    later_readings,
     less_later,
 )
 from draftsmith.serving.replay import Case, replay
@@ -73,17 +74,19 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     counts no drafts.
     """
     config = configured(ServedConfig, config, options)
+    earlier = read_earlier(config.against) if config.against else None
     server = RunningServer(config.served)
     pair = _load(config)
     given = {"temperature": config.temperature}
     sampling = resolve_sampling(config.target, pair.target, given).sampling
     asker = Asker.of(server, pair, config, sampling)
     asked = ask(asker, pair, config)
+    watch(asker, asked, config)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
     case = _case(server, pair, asked, sampling)
     groups = groups_of([each.prompt for each in asked])
-    counted = _counted(answers)
+    emitted = counted(answers)
     predicted = replay(case, tokens)
     picks = resamples(groups, RESAMPLES, seed=0)
     likelihood = estimate(predicted.likelihood, picks)
@@ -91,7 +94,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     if not own_texts:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
-    counts = Compared(counted, predicted.tokens, groups)
+    counts = Compared(emitted, predicted.tokens, groups)
     away = counts.away
     less = (away["value"] or 0.0) < -counts.margin
     patterns = less_later(counts, asked)
@@ -100,19 +103,27 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         patterns = find_patterns(counts, asked, less, tokens) + patterns
     tried = _try(_to_try(own_texts, less), case, tokens, counts, patterns)
     for pattern in patterns:
-        tried.append(pattern.row(counted, likelihood))
+        tried.append(pattern.row(emitted, likelihood))
     tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
     cause = next((row for row in tried if row["fits"]), None)
+    kept = served_rows(asked)
+    facts = server.facts() | {
+        "draft_tokens": tokens,
+        "temperature": sampling.temperature,
+        "max_new_tokens": config.max_new_tokens,
+    }
+    against = earlier and changes(earlier, kept, groups, facts)
     return {
         "url": server.url,
         "engine": NAMES[server.engine],
+        "server": facts,
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
         "prompts": len(answers),
         "prompt_groups": groups,
         "remarks": [remark["text"] for remark in of_groups({"prompts": groups})],
         "served": {
-            "tokens_per_call": estimate(counted, picks),
+            "tokens_per_call": estimate(emitted, picks),
             "by_depth": _served_by_depth(answers, tokens, picks),
         },
         "predicted": {
@@ -123,12 +134,12 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "by_length": by_length(counts, asked),
         "by_cached": by_cached(counts, asked),
         "readings": {
-            name: {
-                "tokens_per_call": estimate(again, picks),
-                "difference": difference(again, counted, picks),
-            }
-            for name, again in later_counts(asked).items()
+            name: {"tokens_per_call": reading.figures()["served"], "difference": reading.away}
+            for name, reading in later_readings(counts, asked).items()
         },
+        "definitions": _definitions(answers, emitted),
+        "rows": kept,
+        "against": against,
         "likelihood": likelihood,
         "verdict": "less than predicted" if less or patterns else "as predicted",
         "own_texts": own_texts,
@@ -136,6 +147,18 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
         "remedy": cause and REMEDIES[cause["suspect"]],
         "tried": tried,
+    }
+
+
+def _definitions(answers: Sequence[ServedAnswer], emitted: PromptSums) -> JsonObject:
+    """Return the acceptance as engines and trainers define it (docs/acceptance.md)."""
+    calls = emitted.denominator_P.sum()
+    tokens = emitted.numerator_P.sum()
+    return {
+        "mean_acceptance_length": emitted.pooled,
+        "mean_of_requests": emitted.mean_per_prompt,
+        "accept_length": float((tokens + len(answers)) / calls),
+        "draft_acceptance_rate": float((tokens - calls) / sum(each.drafted for each in answers)),
     }
 
 
@@ -201,12 +224,6 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
         low, high = interval(share_R, picks, least=0.0, most=1.0)
         estimates.append(Estimate(value=value, low=low, high=high, n=picks.groups))
     return estimates
-
-
-def _counted(answers: Sequence[ServedAnswer]) -> PromptSums:
-    """Return the emitted tokens over the target calls; the first token comes without a call."""
-    emitted = [len(answer.output_ids) - 1 for answer in answers]
-    return PromptSums.of(emitted, [answer.calls for answer in answers])
 
 
 def _served_by_depth(

@@ -2,6 +2,7 @@
 
 import random
 import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from draftsmith.pair import Pair
 from draftsmith.serving.running_server import Reading, RunningServer, ServedAnswer
 
 AGAIN = "of the same prompts"
+_WATCHED = 16
 SHARED = "of prompts that share their first half"
 
 
@@ -105,6 +107,16 @@ def ask(asker: Asker, pair: Pair, config: ServedConfig) -> list[ServedPrompt]:
             "drafted"
         )
     return asked
+
+
+def watch(asker: Asker, asked: Sequence[ServedPrompt], config: ServedConfig) -> None:
+    """Ask the first prompts again, later."""
+    first = asked[:_WATCHED]
+    for number in range(1, config.watch + 1):
+        time.sleep(60 * config.watch_minutes)
+        name = f"after {number * config.watch_minutes:g} minutes"
+        for each in track(first, f"prompts served {name}", len(first)):
+            each.later[name] = asker.new(each.prompt)
 
 
 def _new_reading() -> Reading:

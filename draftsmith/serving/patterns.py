@@ -12,7 +12,8 @@ import numpy as np
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
 from draftsmith.eval.schema import Estimate
-from draftsmith.serving.asking import ServedPrompt
+from draftsmith.serving.asking import AGAIN, SHARED, ServedPrompt
+from draftsmith.serving.running_server import ServedAnswer
 
 # Ignore smaller differences in accepted tokens per call.
 ACCEPTED_MARGIN = 0.05
@@ -55,7 +56,7 @@ class Compared:
     def of(self, chosen: Sequence[int]) -> "Compared":
         """Return the counts of some prompts."""
         groups = [self.groups[index] for index in chosen]
-        return Compared(part(self.served, chosen), part(self.predicted, chosen), groups)
+        return Compared(_part(self.served, chosen), _part(self.predicted, chosen), groups)
 
     def figures(self) -> JsonObject:
         return {
@@ -101,8 +102,7 @@ class Pattern:
         }
 
 
-def part(sums: PromptSums, chosen: Sequence[int]) -> PromptSums:
-    """Return the sums of some prompts."""
+def _part(sums: PromptSums, chosen: Sequence[int]) -> PromptSums:
     rows = list(chosen)
     return PromptSums(sums.numerator_P[rows], sums.denominator_P[rows])
 
@@ -135,11 +135,8 @@ def by_cached(counts: Compared, asked: Sequence[ServedPrompt]) -> list[JsonObjec
                 chosen.append(row)
                 kept.append(answer)
                 shares.append(math.ceil(4 * answer.cached / len(answer.prompt_ids)) / 4)
-    served = PromptSums.of(
-        [len(answer.output_ids) - 1 for answer in kept], [answer.calls for answer in kept]
-    )
-    groups = [counts.groups[row] for row in chosen]
-    return _by(Compared(served, part(counts.predicted, chosen), groups), shares)
+    first = counts.of(chosen)
+    return _by(Compared(counted(kept), first.predicted, first.groups), shares)
 
 
 def _by(counts: Compared, keys: Sequence[float]) -> list[JsonObject]:
@@ -188,30 +185,37 @@ def _beyond_a_length(
 
 
 def less_later(counts: Compared, asked: Sequence[ServedPrompt]) -> list[Pattern]:
-    """Return the suspicion of the prefix cache, if further readings accept less."""
-    found = []
-    for name, again in later_counts(asked).items():
-        away = difference(again, counts.served, counts.picks)
-        value = away["value"] or 0.0
-        high = away["high"]
+    """Return suspicions of the prefix cache and of time, if later readings accept less."""
+    found: dict[str, list[str]] = {}
+    for name, reading in later_readings(counts, asked).items():
+        value = reading.away["value"] or 0.0
+        high = reading.away["high"]
         if value < -counts.margin and high is not None and value + _WIDER * (high - value) < 0:
-            found.append(f"{name} ({again.pooled:.2f}, not {counts.served.pooled:.2f})")
-    if not found:
-        return []
-    detail = f"less on a second reading {' and '.join(found)}"
-    return [Pattern("prefix cache", detail, _misfit(counts, None))]
+            suspect = "prefix cache" if name in (AGAIN, SHARED) else "time"
+            line = f"{name} ({reading.served.pooled:.2f}, not {reading.predicted.pooled:.2f})"
+            found.setdefault(suspect, []).append(line)
+    patterns = []
+    for suspect, lines in found.items():
+        detail = f"less on a second reading {' and '.join(lines)}"
+        patterns.append(Pattern(suspect, detail, _misfit(counts, None)))
+    return patterns
 
 
-def later_counts(asked: Sequence[ServedPrompt]) -> dict[str, PromptSums]:
-    """Return emitted tokens over target calls of further readings. A prompt without one counts
-    nothing.
-    """
-    counts = {}
+def later_readings(counts: Compared, asked: Sequence[ServedPrompt]) -> dict[str, Compared]:
+    """Return later readings as served, and the first reading of the same prompts as predicted."""
+    readings = {}
     for name in {name: 0 for each in asked for name in each.later}:
-        answers = [each.later.get(name) for each in asked]
-        emitted = [len(answer.output_ids) - 1 if answer else 0 for answer in answers]
-        counts[name] = PromptSums.of(emitted, [answer.calls if answer else 0 for answer in answers])
-    return counts
+        chosen = [row for row, each in enumerate(asked) if name in each.later]
+        again = counted([asked[row].later[name] for row in chosen])
+        first = counts.of(chosen)
+        readings[name] = Compared(again, first.served, first.groups)
+    return readings
+
+
+def counted(answers: Sequence[ServedAnswer]) -> PromptSums:
+    """Return the emitted tokens over the target calls; the first token comes without a call."""
+    emitted = [len(answer.output_ids) - 1 for answer in answers]
+    return PromptSums.of(emitted, [answer.calls for answer in answers])
 
 
 def _misfit(counts: Compared, split: Split | None) -> float:

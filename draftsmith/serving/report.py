@@ -4,6 +4,7 @@ from draftsmith.core.errors import RequirementError
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.schema import Estimate
+from draftsmith.serving.against import LESS
 
 # Suspects that are printed; --json has all.
 _SHOWN = 6
@@ -22,6 +23,12 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     for depth in range(found["draft_tokens"]):
         counted = served["by_depth"] and served["by_depth"][depth]
         lines.append(_row(f"position {depth + 1}", counted, predicted["by_depth"][depth]))
+    names = found["definitions"]
+    lines.append(
+        f"by other definitions: mean of requests {names['mean_of_requests']:.3f}; accept_length of "
+        f"SGLang and SpecForge {names['accept_length']:.3f}; draft acceptance rate of llama.cpp "
+        f"{names['draft_acceptance_rate']:.3f}"
+    )
     lines += _table("prompt tokens", found["by_length"], "up to {:d}")
     lines += _table("prompt cached", found["by_cached"], "up to {:.0%}")
     for name, again in found["readings"].items():
@@ -32,9 +39,26 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     if found["other_target"]:
         lines.append(f"suspect: {found['other_target']}")
     verdict = _verdict(found)
+    missed = []
     if found["verdict"] == "as predicted":
-        return [*lines, verdict], None
-    return lines, RequirementError([verdict])
+        lines.append(verdict)
+    else:
+        missed.append(verdict)
+    if against := found["against"]:
+        lines += [
+            f"changed: {key}: {was} -> {now}" for key, (was, now) in against["changed"].items()
+        ]
+        line = _against(against)
+        (missed if against["verdict"] == LESS else lines).append(line)
+    return lines, RequirementError(missed) if missed else None
+
+
+def _against(against: JsonObject) -> str:
+    away = with_interval(against["difference"], sign=True)
+    return (
+        f"{against['verdict']}: {away} tokens per call on {against['prompts']} prompts of "
+        f"the earlier run, of which {against['other_answers']} have other answers"
+    )
 
 
 def _row(name: str, served: Estimate | None, predicted: Estimate) -> str:
