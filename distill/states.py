@@ -18,8 +18,8 @@ from draftsmith.core.io import JsonObject, read_manifest
 from draftsmith.core.models import load_model
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling, loading, tokenizing
-from draftsmith.core.state_files import checkpoint_directory
-from draftsmith.core.tokenization import encode_text, load_tokenizer
+from draftsmith.core.state_files import checkpoint_files
+from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tokenizer
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
 
@@ -73,10 +73,8 @@ def check(config: DistillConfig, engine: Engine) -> None:
             f"states: a row's differ by {apart:.0%} from those of a second request: they depend on "
             "what else is in their batch; serve with --max-num-seqs 1, or another version"
         )
-    size = sum(
-        file.stat().st_size
-        for file in checkpoint_directory(config.target, config.revision).glob("*.safetensors")
-    )
+    files = checkpoint_files(config.target, config.revision)
+    size = sum(file.stat().st_size for file in files)
     if size > _LARGEST:
         say(f"distill: states are not compared with a local forward of {size / 2**30:.0f} GiB")
     else:
@@ -152,5 +150,8 @@ def write_states(config: StatesConfig) -> JsonObject:
     """Write the states of sets that exist; return what was done."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+        for directory in config.states_of:
+            vocabulary = read_manifest(Path(directory)).get("vocabulary", {})
+            check_vocabulary(tokenizer, vocabulary, directory)
         check(config, engine)
         return {"states": config.states, **complete(engine, config.states_of)}

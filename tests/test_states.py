@@ -154,6 +154,19 @@ def test_a_digest_follows_every_weight_and_no_file(tmp_path):
         changed = tensors | {name: tensors[name] + 1e-3}
         save_file(changed, tmp_path / name / "model.safetensors")
         assert checkpoint_digest(str(tmp_path / name)) != one
+    # Files that transformers does not read, such as a copy under the names of another library.
+    save_file(tensors, tmp_path / "one" / "consolidated.safetensors")
+    assert checkpoint_digest(str(tmp_path / "one")) == one
+    bins = []
+    for value in (1.0, 2.0):
+        place = tmp_path / f"bin {value}"
+        place.mkdir()
+        (place / "config.json").write_bytes((tmp_path / "one/config.json").read_bytes())
+        with pytest.raises(InputError, match="has no weights, by which states are known"):
+            checkpoint_digest(str(place))
+        torch.save({"weight": torch.tensor(value)}, place / "pytorch_model-1.bin")
+        bins.append(checkpoint_digest(str(place)))
+    assert len({one, *bins}) == 3
     config = json.loads((tmp_path / "one/config.json").read_text())
     config["rms_norm_eps"] = 0.5
     (tmp_path / "one/config.json").write_text(json.dumps(config))

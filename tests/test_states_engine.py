@@ -161,6 +161,8 @@ def test_a_set_that_is_there_gets_its_states(engine, target_dir, distilled, tmp_
     out, said = door.ok(*there, "--states", states)
     assert "states of 48 rows, 48 asked for now" in out and "192 bytes a token, at" in said
     same_states(target_dir, rows_of(distilled), states)
+    said = door.refused(*there, "--states", states, "--states_layers", 3)
+    assert "states_layers: 3 is beyond the 2 layers" in said
     said = door.refused(*there, "--states", states, "--temperature", 0.5)
     assert "temperature: is not read" in said
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from draftsmith.core.errors import RunError, first_line
+from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import make_dir
 from draftsmith.core.ranks import say
 from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
@@ -46,12 +46,15 @@ class StateWriter:
 
     def __init__(self, config: DistillConfig) -> None:
         assert config.states is not None
+        self._digest = checkpoint_digest(config.target, config.revision)
         whole = AutoConfig.from_pretrained(
             config.target, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         model = whole.get_text_config(decoder=True)
         last = int(model.num_hidden_layers)
         self.layers = sorted({*(config.states_layers or aux_layers(last)), last})
+        if self.layers[-1] > last:
+            raise InputError(f"states_layers: {self.layers[-1]} is beyond the {last} layers")
         self.rows: dict[tuple[int, int, int], Sequence[int]] = {}
         self.probes: dict[tuple[int, int, int], Tensor] = {}
         self.expected: int | None = None
@@ -59,7 +62,6 @@ class StateWriter:
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
         self._place = config.states
-        self._digest = checkpoint_digest(config.target, config.revision)
         self._files: FeatureCache | None = None
         self._began = time.monotonic()
         self._rows = self._tokens = self._bytes = 0

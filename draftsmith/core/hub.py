@@ -118,13 +118,18 @@ def snapshot(name: str, revision: str | None = None) -> Path:
         raise InputError(f"{name}: cannot be downloaded: {first_line(error)}") from None
 
 
-def cached(name: str, file: str) -> Path | None:
+def cached(name: str, file: str, revision: str | None = None) -> Path | None:
     """Return a file of a directory, or of the hub through its cache; None if it is missing or the
     hub unreachable.
     """
     try:
         with offline_if_unreachable(name):
-            path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+            path = cached_file(
+                name,
+                file,
+                revision=revision or "main",
+                _raise_exceptions_for_missing_entries=False,
+            )
     except Exception:  # a dozen classes; loading the model itself gives the reason
         return None
     return None if path is None else Path(path)

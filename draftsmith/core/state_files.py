@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import final_norm, layout_of
-from draftsmith.core.hub import snapshot
+from draftsmith.core.hub import cached
 from draftsmith.core.io import (
     atomic_file,
     canonical_json,
@@ -40,12 +40,12 @@ from draftsmith.core.io import (
     write_json_atomic,
 )
 from draftsmith.core.models import architecture
-from draftsmith.core.sources import is_hub_name
 
 log = logging.getLogger(__name__)
 
 _SHARD_BYTES = 2**28
 _IDENTITY = "identity.json"
+_WEIGHTS = "model.safetensors"
 # Rows of a tensor that tell two checkpoints apart.
 _SAMPLED = 4
 RAW_LAST = "raw last"
@@ -296,9 +296,23 @@ def state_names(target: PreTrainedModel, layers: Sequence[int]) -> tuple[int | s
     return tuple(RAW_LAST if layer == last else layer for layer in layers)
 
 
-def checkpoint_directory(name: str, revision: str | None = None) -> Path:
-    """Where a checkpoint's files are: the directory itself, or the hub's cache."""
-    return snapshot(name, revision) if is_hub_name(name) else Path(name)
+def checkpoint_files(name: str, revision: str | None = None) -> list[Path]:
+    """The config of a checkpoint and its weights: here, or in the hub's cache, where only what
+    transformers reads is downloaded.
+    """
+    config = cached(name, "config.json", revision)
+    if config is None:
+        raise InputError(f"{name}: has no config.json")
+    index = cached(name, f"{_WEIGHTS}.index.json", revision)
+    names = {_WEIGHTS}
+    if index is not None:
+        names = set(read_json(index, "the index of weights", ["weight_map"])["weight_map"].values())
+    found = [cached(name, each, revision) for each in sorted(names)]
+    weights = [file for file in found if file is not None]
+    weights = weights or sorted(config.parent.glob("*.bin"))
+    if not weights:
+        raise InputError(f"{name}: has no weights, by which states are known")
+    return [config, *weights]
 
 
 def checkpoint_digest(name: str, revision: str | None = None) -> str:
@@ -308,22 +322,22 @@ def checkpoint_digest(name: str, revision: str | None = None) -> str:
     However it is divided into files. Tell apart checkpoints that share embedding and output
     projection, as fine-tuned ones do.
     """
-    directory = checkpoint_directory(name, revision)
-    config = read_json(directory / "config.json", "the config of a model")
-    digest = hashlib.sha256(canonical_json(architecture(config)).encode())
+    config, *files = checkpoint_files(name, revision)
+    values = read_json(config, "the config of a model")
+    digest = hashlib.sha256(canonical_json(architecture(values)).encode())
     opened: dict[str, Any] = {}
-    for file in directory.glob("*.safetensors"):
+    for file in files if files[0].suffix == ".safetensors" else ():
         tensors = safe_open(file, framework="pt")
         opened |= dict.fromkeys(list(tensors.keys()), tensors)  # type: ignore[no-untyped-call]
     for key in sorted(opened):
-        values = opened[key].get_slice(key)
-        shape = values.get_shape()
-        digest.update(f"{key}{shape}{values.get_dtype()}".encode())
+        tensor = opened[key].get_slice(key)
+        shape = tensor.get_shape()
+        digest.update(f"{key}{shape}{tensor.get_dtype()}".encode())
         inner = [slice(0, 1)] * (len(shape) - 2)
         for part in range(_SAMPLED + 1) if shape else ():
             row = part * (shape[0] - 1) // _SAMPLED
-            sample = values[(slice(row, row + 1), *inner)]
+            sample = tensor[(slice(row, row + 1), *inner)]
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
-    for file in sorted(directory.glob("*.bin")) if not opened else ():
+    for file in files if not opened else ():
         digest.update(sha256_file(file).encode())
     return digest.hexdigest()[:16]
