@@ -83,7 +83,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     temperature: Annotated[list[Temperature], Field(min_length=1)] = field(
         default_factory=lambda: [0.0, 1.0]
     )  # type: ignore[assignment]
-    """Temperatures to measure at; the report leads with the highest."""
+    """Temperatures; the report leads with the highest."""
     tree: Trees = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
     auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:

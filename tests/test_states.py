@@ -106,6 +106,19 @@ def test_losses_are_those_beside_the_target(kind, pair, tmp_path):
         torch.testing.assert_close(found.depth_alpha_D, wanted.depth_alpha_D, atol=1e-5, rtol=1e-5)
 
 
+def test_a_local_run_goes_on_with_files_of_an_engine(pair, tmp_path):
+    """It adds the final states, which an engine does not give."""
+    target, _ = pair
+    layers = cached_layers(fresh("eagle3", target).hidden_layers)
+    wanted = trainee_of("eagle3", target)(batch_of(ROWS))
+    write(tmp_path, target, sorted({*layers, 4} - {-1}), last=1)
+    for _ in range(2):
+        cache = FeatureCache(tmp_path, DIGEST, layers, torch.float32, 2**22)
+        found = trainee_of("eagle3", target, cache=cache)(batch_of(ROWS))
+        torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
+        cache.flush()
+
+
 def test_a_row_that_is_cut_has_the_states_of_the_whole(pair, tmp_path):
     target, ends = pair
     write(tmp_path, target, (2, 4), last=1)

@@ -269,7 +269,7 @@ class RunOptions:
     out: NotIdentity[Out]
     """Directory to write."""
     seed: Seed = 0
-    """Seed of all that is drawn: sampled tokens, the order of rows, fresh weights."""
+    """Seed of sampled tokens, order of rows, fresh weights."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class StateFiles:
     def get(self, ids: Sequence[int]) -> Tensor | None:
         """The states `[L, T, H]` of a document on the CPU; None if one is missing."""
         states = [self._state(self.key(ids, layer)) for layer in self.layers]
-        kept = [state_TH for state_TH in states if state_TH is not None]
+        kept = [_of_length(state_TH, len(ids)) for state_TH in states if state_TH is not None]
         return torch.stack(kept) if len(kept) == len(states) else None
 
     def _state(self, key: str) -> Tensor | None:
@@ -118,6 +118,11 @@ class StateFiles:
         self._readers.pop(file, None)
         self._file_of = {key: other for key, other in self._file_of.items() if other != file}
         file.unlink(missing_ok=True)
+
+
+def _of_length(state_TH: Tensor, length: int) -> Tensor:
+    # An engine never reads the last token, and no loss does.
+    return pad(state_TH[:length], (0, 0, 0, max(0, length - len(state_TH))))
 
 
 class FeatureCache(StateFiles):
@@ -264,9 +269,7 @@ class StoredStates(StateFiles):
                 assert raw_TH is not None
                 state_TH = self._normed(raw_TH)
             assert state_TH is not None, "require() was not asked for this row"
-            # An engine never reads the last token, and no loss does.
-            rest = max(0, len(ids) - len(state_TH))
-            states.append(pad(state_TH[: len(ids)], (0, 0, 0, rest)))
+            states.append(_of_length(state_TH, len(ids)))
         return torch.stack(states)
 
     def _normed(self, raw_TH: Tensor) -> Tensor:
