@@ -157,11 +157,9 @@ class Decision:
 
     @property
     def unclear(self) -> list[Cell]:
-        """The cells in which the setting may yet be faster: its interval reaches beyond 1, or is
-        not to be relied on.
-        """
+        """The cells in which the setting may yet be faster: its interval reaches beyond 1."""
         undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]
-        return [cell for cell in undecided if cell.busy or (cell.speedup["high"] or math.inf) > 1]
+        return [cell for cell in undecided if (cell.speedup["high"] or math.inf) > 1]
 
     def where(self, fits: Sequence[Cell]) -> str:
         """The sets of some cells, with their temperatures unless these are all."""

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Any
 
 from draftsmith.core.record import train_longer
-from draftsmith.decode.propose import CHAIN
 from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.formats import named_set, number, text_table, tree_name, with_interval
 from draftsmith.eval.report.findings import lead
@@ -58,8 +57,7 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
                 "tree": tree_name(tau["tree"] or ""),
             }
             if not results.methods:
-                row = {name: row[name] for name in ("draft", "set", "alpha", "predicted")}
-                row[f"predicted, {CHAIN} drafted"] = row.pop("predicted")
+                row = {name: row[name] for name in ("draft", "set", "alpha")}
             rows.append(row)
     return rows
 

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerFast
 import draftsmith.eval.evaluate as evaluation
 from draftsmith.cli.commands import run
 from draftsmith.core.errors import InputError, RequirementError, RunError
+from draftsmith.core.io import read_json
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.evaluate import evaluate, without_timings
 from draftsmith.eval.moved import found_again
 from draftsmith.eval.results import Results
-from draftsmith.eval.summary import summary as summarise
+from draftsmith.eval.summary import headline_and_table, summary as summarise
 from tests.results_made_up import timeless
 from tests.tiny_models import near, tiny_llama
 
@@ -193,6 +194,9 @@ def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, sum
             "tau_predicted", draft, "prose", 1.0, "chain:3", "speculative"
         )
     assert "nothing was timed" in (tmp_path / "report.html").read_text()
+    # Only a tree is advised, and none is shown.
+    _, todo, *table = headline_and_table(results)
+    assert "--tree" in todo and "--speed_prompts" not in todo and "chain" not in "".join(table)
 
 
 def test_files_are_written(world, summary):
@@ -331,6 +335,43 @@ def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     found = found_again(options, str(tmp_path / "moved/demo/eval"))
     assert found["target"] == str(tmp_path / "moved/demo/target")
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_draft_without_a_chance_is_neither_decoded_nor_timed(world, tmp_path, capsys):
+    opposite = tiny_llama(0, VOCAB)
+    opposite.lm_head.weight.data.neg_()
+    opposite.save_pretrained(tmp_path / "opposite")
+    options = replace(world, draft=[f"mine={tmp_path / 'opposite'}"], ood=[], tree=["chain:2"])
+    options = replace(options, temperature=[0.0], out=str(tmp_path / "out"))
+    found = evaluate(options)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "draft mine is not decoded: by its alpha it has at most 1.000 tokens per target" in said
+    assert found.methods_of("mine") == [] and found.document["conditions"] == []
+    lines = headline_and_table(found)
+    assert lines[0].startswith("Do not ship: mine cannot pay here: needs 1.05 tokens per target")
+    assert "--" not in lines[1] and "chain" not in "".join(lines[2:])
+    # Figures of decoding that are required are measured.
+    with pytest.raises(RequirementError):
+        evaluate(replace(options, require=["speedup > 1"], out=str(tmp_path / "required")))
+    assert Results.load(tmp_path / "required").methods_of("mine") == [("chain:2", "speculative")]
+
+
+def test_timing_again_on_the_same_load_stops(world, summary, tmp_path, monkeypatch):
+    shutil.copytree(world.out, again := tmp_path / "again")
+    results = read_json(again / "results.json", "results")
+    results["clock"]["timed_again"] = True
+    for row in results["conditions"]:
+        row |= {"load": [9.0, 9.5], "busy": True}
+    (again / "results.json").write_text(json.dumps(results))
+    timings = [path for path in again.glob("cells/*.json") if "one_level" in path.read_text()]
+    monkeypatch.setattr("os.getloadavg", lambda: (9.1, 9.0, 9.0))
+    with pytest.raises(InputError, match=r"the same load says the same.*--speed_prompts 4,"):
+        without_timings(again)
+    assert len(timings) == 4 and all(path.is_file() for path in timings)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.5, 3.0, 9.0))
+    assert without_timings(again).out == str(again)
+    assert not any(path.is_file() for path in timings)
 
 
 @pytest.mark.slow
