@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.core import __version__
 from draftsmith.core.guest import environment
-from draftsmith.core.host import brief_waiting
+from draftsmith.core.host import brief_waiting, remark_spinning
 
 if TYPE_CHECKING:
     from draftsmith import decoding as decoding
@@ -121,6 +121,7 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take any na
             return importlib.import_module(f"draftsmith.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        remark_spinning()
         # Many of them import torch.
         with environment(**brief_waiting()):
             value = globals()[name] = resolve_name(f"draftsmith.{_PUBLIC[name]}")

@@ -25,9 +25,11 @@ from draftsmith.alignment.config import (
 from draftsmith.alignment.engines import in_words, support_of
 from draftsmith.alignment.facts import Facts, load
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
+from draftsmith.alignment.reuse import as_earlier, check_same, earlier_run
 from draftsmith.alignment.stage_configs import eval_config, general_config, stages_of, train_config
 from draftsmith.alignment.stages import _resumed, _write
 from draftsmith.core.errors import InputError
+from draftsmith.core.models import fingerprint, load_model, read_per_token
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.settings import ResolvedSampling, Sampling
 from draftsmith.core.tokenization import load_tokenizer
@@ -37,6 +39,7 @@ from draftsmith.drafts.engine_commands import Support
 from tests.conftest import tiny_tokenizer
 from tests.distilled import write_rows
 from tests.results_made_up import timeless as timeless_results
+from tests.tiny_models import tiny_llama
 from tests.train_laws import close
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
@@ -567,6 +570,69 @@ def test_choices_follow_what_is_given():
     assert (alone.train.replay_fraction, alone.distill.general_texts) == (0.0, 0)
     greedy = chosen(sampling=ResolvedSampling(Sampling(temperature=0.0), {"temperature": 0.0}))
     assert greedy.eval.temperature == [0.0]
+
+
+def test_answers_of_an_earlier_run_are_taken_if_this_one_would_write_the_same(tmp_path):
+    target = tiny_llama(0)
+    first = str(tmp_path)
+    with pytest.raises(InputError, match="align.yaml: no such file; name the --out of an earlier"):
+        earlier_run(first)
+    begun, _ = complete(AlignConfig(target="t", draft="d", prompts="p", out=first), facts())
+    _write(tmp_path / "align.yaml", "", begun)
+    with pytest.raises(InputError, match="has not distilled all answers; finish it first"):
+        earlier_run(first)
+    (tmp_path / "distilled").mkdir()
+    manifest = {"identity": {"target_fingerprint": fingerprint(target)}}
+    (tmp_path / "distilled" / "manifest.json").write_text(json.dumps(manifest))
+    earlier = earlier_run(first)
+
+    def checked(seed: int = 0, weights: int = 0, **given: Any) -> AlignConfig:
+        config = AlignConfig(target="t", prompts="p", out="o", distilled=first, seed=seed, **given)
+        # Other facts choose other options, but not of the answers.
+        whole, _ = complete(as_earlier(config, earlier), facts(prompts=700, fresh_head=True))
+        check_same(whole, earlier, tiny_llama(weights))
+        return whole
+
+    whole = checked(kind="eagle", eval=EvalChoices(max_prompts=7))
+    assert (whole.distill, whole.heldout_prompts) == (earlier.distill, earlier.heldout_prompts)
+    # Another policy replays other texts.
+    assert checked(policy="id").distill.general_texts == 0
+    for given, said in (
+        ({"distill": DistillChoices(temperature=0.5)}, "temperature 1.0, now it is 0.5"),
+        ({"seed": 3}, "seed 0, now it is 3; give the same, or leave --distilled out"),
+        ({"weights": 1}, "answers of other weights than t"),
+        ({"id": ["x"]}, "has no --id"),
+    ):
+        with pytest.raises(InputError, match=said):
+            checked(**given)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
+def test_a_second_draft_is_compared_on_the_answers_of_the_first(
+    door, files, target_dir, draft_dir, tmp_path
+):
+    prompts = Path(shutil.copy(files["own"], tmp_path))
+    words = ["--target", target_dir, "--prompts", prompts, *SMALL, "--eval.tree", "chain:1"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    door.ok("align", *words, "--draft", draft_dir, "--out", first)
+    again = [*words, "--init", "prune", "--distilled", first, "--train.draft_vocab_size", 40]
+    again += ["--eval.max_prompts", 3, "--out", second]
+    _, err = door.ok("align", *again)
+    assert f"distilled: takes the answers of {first}, and the prompts that it held out" in err
+    assert "expected at most: distil 0 s" in err
+    parts = sorted((first / "distilled").glob("part-*.parquet"))
+    for file in (first / "prompts" / "heldout.jsonl", *parts):
+        assert file.read_bytes() == (second / file.relative_to(first)).read_bytes()
+    # The draft's cost counts its vocabulary.
+    model = load_model(str(second / "start"), device="cpu")
+    whole = read_per_token(model)
+    assert f"({whole - 250 * model.config.hidden_size:,} parameters read per token)" in err
+    before = timeless(second)
+    assert door("align", *again)[0] == 0 and timeless(second) == before
+    prompts.write_text(prompts.read_text().replace("quick", "slow"))
+    said = f"has changed since the run in {first} began; name another --out"
+    assert said in door.refused("align", *again[:-1], tmp_path / "third")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     ByContent,
+    Directory,
     Model,
     NamedPrompts,
     NotIdentity,
@@ -208,6 +209,10 @@ class AlignConfig(TargetOptions, RunOptions):
     ood: ByContent[list[NamedPrompts]] = field(default_factory=list)
     """Prompt sets out of distribution: domains that the draft is not aligned on, each PROMPTS,
     NAME=PROMPTS, @SUITE or @SUITE:FILE.
+    """
+    distilled: Rare[Directory | None] = None
+    """Take the answers of an earlier run, its --out, and hold out the same prompts: to compare
+    another draft.
     """
     heldout_prompts: Rare[AtLeast1 | None] = None
     """Number of --prompts to hold out if --id is empty."""

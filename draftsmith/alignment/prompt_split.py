@@ -61,7 +61,7 @@ def hold_out(source: str, read: PromptSet, count: int, directory: Path) -> None:
     write_sealed(directory / _RECORD, record | {"files": files})
 
 
-def check_unchanged(source: str, directory: Path) -> None:
+def check_unchanged(source: str, directory: Path, since: str = "this run") -> None:
     """Raise InputError if the prompt file changed since `hold_out` divided it, or its parts did."""
     file = directory / _RECORD
     if not file.is_file():
@@ -71,7 +71,7 @@ def check_unchanged(source: str, directory: Path) -> None:
         raise InputError(f"{directory / damaged}: is not what was written; name another --out")
     if _digest(source) not in (None, record["sha256"]):
         raise InputError(
-            f"{source}: has changed since this run began; name another --out, or restore it"
+            f"{source}: has changed since {since} began; name another --out, or restore it"
         )
 
 

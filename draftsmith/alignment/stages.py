@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from draftsmith.alignment.forecast import (
     untrained,
 )
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
+from draftsmith.alignment.reuse import as_earlier, check_same, copy_answers, earlier_run
 from draftsmith.alignment.stage_configs import Stages, expected_training, given, stages_of
 from draftsmith.alignment.summary import best_draft
 from draftsmith.alignment.time_budget import bought, within
@@ -41,6 +42,7 @@ from draftsmith.core.io import JsonObject, read_json, write_text_atomic
 from draftsmith.core.launcher import as_typed, join_processes
 from draftsmith.core.options import command_line, configured, options_of, value_at
 from draftsmith.core.progress import waiting
+from draftsmith.core.prompts import PromptSet
 from draftsmith.core.ranks import from_main, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading
@@ -51,7 +53,7 @@ from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.remarks import ENOUGH
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
-from draftsmith.starting import in_words, init
+from draftsmith.starting import in_words, made
 from draftsmith.train import memory
 from draftsmith.train.training_run import train
 
@@ -150,6 +152,9 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
 def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
     began = time.monotonic()
+    earlier = None if config.distilled is None else earlier_run(config.distilled)
+    if earlier is not None:
+        config = as_earlier(config, earlier)
     for line in memory.in_words(expected_training(config)):
         say(line)
     with waiting("align: reads the target and the prompts"):
@@ -162,23 +167,21 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     # Refuse now what a later stage would refuse, before anything is written.
     stages = stages_of(usual)
     check(stages.evaluation)
+    if earlier is not None:
+        check_same(usual, earlier, models.target)
     ids = [prompt.ids for prompt in prompts.prompts]
     with waiting("align: times some steps of each stage"):
         draft = untrained(models, stages)
         costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
         times = time_steps(stages, models, draft, ids, costs)
+    if earlier is not None and earlier.distill == usual.distill:
+        times = replace(times, answer_s=0.0)
     limit_s = math.inf
     if config.time_budget is not None:
         limit_s = seconds_of(config.time_budget) - (time.monotonic() - began)
     whole, chosen = within(config, facts, times.of_stages, limit_s)
     stages = stages_of(whole)
-    if whole.heldout_prompts is not None:
-        hold_out(config.prompts, prompts, whole.heldout_prompts, file.parent / "prompts")
-        if (config.eval.max_prompts or 0) > whole.heldout_prompts:
-            say(
-                f"prompts: all {whole.heldout_prompts} that are held out are measured; "
-                f"--heldout_prompts {config.eval.max_prompts} holds out more"
-            )
+    _divide(config, prompts, whole.heldout_prompts)
     say(expected(times.of_stages(whole)))
     if config.time_budget is not None:
         say(bought(config, facts, times.of_stages, whole))
@@ -188,17 +191,35 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     if costs:
         say(pays(costs))
     write_text_atomic(file.parent / _TIMES, json.dumps(dataclasses.asdict(times)))
+    _write_chosen(file, command, whole, chosen)
+    return whole, stages
+
+
+def _divide(config: AlignConfig, prompts: PromptSet, heldout: int | None) -> None:
+    """Hold out prompts, or take those that the run of --distilled held out. config: as given."""
+    if config.distilled is not None:
+        copy_answers(config)
+    elif heldout is not None:
+        hold_out(config.prompts, prompts, heldout, Path(config.out) / "prompts")
+    asked = config.eval.max_prompts or 0
+    if heldout is not None and asked > heldout:
+        say(
+            f"prompts: all {heldout} that are held out are measured; --heldout_prompts {asked} "
+            "holds out more"
+        )
+
+
+def _write_chosen(file: Path, command: str, config: AlignConfig, chosen: Sequence[str]) -> None:
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
         f"{_begun_by(command)}# Chosen were:\n"
     )
     reasons = "".join(f"#   {line}\n" for line in chosen)
-    _write(file, head + reasons, whole)
+    _write(file, head + reasons, config)
     say(
         f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with "
         "--config and another --out"
     )
-    return whole, stages
 
 
 def _plan(config: AlignConfig, facts: Facts, stages: Stages) -> Iterator[str]:
@@ -267,7 +288,9 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
             chat_template=config.chat_template,
             **loading(config),
         )
-        for line in in_words(init(options)):
+        with waiting("align: makes the draft"):
+            summary = made(options, config.train.draft_vocab_size)
+        for line in in_words(summary):
             say(line)
         _free()
     return replace(config, draft=str(start), init=None)

@@ -2,15 +2,18 @@
 
 import contextlib
 import ctypes
+import logging
 import math
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 # Parameters of malloc.h.
 _MMAP_MAX = -4
 _TRIM_THRESHOLD = -1
+log = logging.getLogger(__name__)
 
 
 def keep_freed_memory() -> None:
@@ -34,6 +37,20 @@ def brief_waiting() -> dict[str, str]:
     """
     chosen = "torch" in sys.modules or any(name in os.environ for name in _WAITING)
     return {} if chosen else {"GOMP_SPINCOUNT": "2000"}
+
+
+@cache
+def remark_spinning() -> None:
+    """At the first use from Python, warn if torch was imported before and computes on a CPU:
+    `brief_waiting` comes too late then.
+    """
+    torch = sys.modules.get("torch")
+    chosen = any(name in os.environ for name in _WAITING)
+    if torch is not None and not chosen and not torch.cuda.is_available():
+        log.warning(
+            "torch was imported first, so its waiting threads spin and slow a busy machine; write "
+            "`from draftsmith import load_pair` above `import torch`, or set GOMP_SPINCOUNT=2000"
+        )
 
 
 def limit_threads(control_groups: Path = Path("/sys/fs/cgroup")) -> None:
