@@ -147,8 +147,11 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             feature_norm_D=maker.vector(layer.hidden_norm),
             feature_normed=layer.norm_before_residual,
         )
+        layers = [maker.layer(layer, 0, _KIND, normed=False)]
+        for index, deeper in enumerate(head.deeper, 1):
+            layers.append(maker.layer(deeper, index, _KIND))
         return _Parts(
-            layers=[maker.layer(layer, 0, _KIND, normed=False)],
+            layers=layers,
             opening=opening,
             norm=maker.norm(head.norm),
             raw_features=not head.config.norm_output,

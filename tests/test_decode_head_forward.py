@@ -76,6 +76,7 @@ def eagle(**options: Any) -> EagleHead:
 def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
     model = target()
     layer = {"intermediate_size": 512, "qk_norm": options.pop("qk_norm", False)}
+    layer["num_hidden_layers"] = options.pop("num_layers", 1)
     config = Eagle3Config.like(
         model,
         layer,
@@ -120,6 +121,7 @@ HEADS: dict[str, Callable[[], Any]] = {
     "eagle3, as Qwen 3": lambda: eagle3(qk_norm=True),
     "eagle3, residual of normed features": lambda: eagle3(norm_before_residual=True),
     "eagle3, normed output": lambda: eagle3(norm_output=True, fc_norm=True),
+    "eagle3, two layers": lambda: eagle3(norm_output=True, num_layers=2),
     "eagle3, own embedding": lambda: eagle3(own_embedding=True),
     "mtp": lambda: mtp("llama"),
     "mtp, as MiMo": lambda: mtp("qwen2", hidden_first=True),

@@ -238,6 +238,7 @@ def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
 NORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "residual": (("norm_before_residual",), ("eagle", "sglang")),
     "gpt-oss": (("norm_before_fc",), ("eagle", "sglang", "gguf")),
+    "two layers": ((), ("eagle", "sglang", "gguf")),
     "EAGLE-3.1": (("fc_norm", "norm_output"), ("eagle", "gguf")),
 }
 
@@ -247,11 +248,14 @@ NORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path):
     flags, refused = NORMS[name]
     fresh = Eagle3Head.fresh(target)
-    config = replace(fresh.config, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
+    layers = 1 if flags else 2
+    config = replace(fresh.config, num_hidden_layers=layers, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
     head = stirred(Eagle3Head(config, target))
     save_head(head, tmp_path / "head")
     if form in refused:
-        with pytest.raises(InputError, match=f"the head sets '{flags[0]}'.*; (use|decode)"):
+        with pytest.raises(
+            InputError, match=r"the head (sets 'norm|sets 'fc_|has 2 layers).*; (use|decode)"
+        ):
             exported(tmp_path, form)
         return
     if form == "gguf":

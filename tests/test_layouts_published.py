@@ -643,22 +643,25 @@ def test_the_layers_of_the_target_in_the_config_of_one_layer(target, tmp_path):
 
 
 @pytest.mark.parametrize("declared", [1, 2, 8])
-def test_several_layers_are_refused_by_their_number(declared, target, tmp_path):
-    second = {
-        name.replace("midlayer", "layers.1"): tensor
-        for name, tensor in eagle3(target).state_dict().items()
-        if name.startswith("midlayer")
-    }
-    values = AUTHORS | {"num_hidden_layers": declared}
-    for name, head in {"eagle3": eagle3(target), "eagle": eagle(target)}.items():
-        own = AUTHORS if name == "eagle3" else LAYER_KEYS | {"architectures": ["EagleModel"]}
-        values = own | {"num_hidden_layers": declared}
-        directory = write(tmp_path / name, values, head.state_dict() | second, SAFE)
+def test_layers_are_those_of_the_file(declared, target, tmp_path):
+    """Of EAGLE-3; the target's number of layers says nothing. EAGLE-1 has one."""
+    two = eagle3(target, num_hidden_layers=2, **FLAGS_31)
+    values = AUTHORS | FLAGS_31 | {"num_hidden_layers": declared}
+    directory = write(tmp_path / "eagle3", values, two.state_dict(), SAFE)
+    if declared == 1:
         line = refused(directory, target)
-        assert f"the file holds 2 layers and 'num_hidden_layers' is {declared}; only" in line
+        assert "the file holds 2 layers and 'num_hidden_layers' is 1; fetch all files" in line
+    else:
+        check(directory, two, target)
+    second = {key: value for key, value in two.state_dict().items() if key.startswith("layers.")}
+    values = LAYER_KEYS | {"architectures": ["EagleModel"], "num_hidden_layers": declared}
+    line = refused(
+        write(tmp_path / "eagle", values, eagle(target).state_dict() | second, SAFE), target
+    )
+    assert f"the file holds 2 layers and 'num_hidden_layers' is {declared}; only" in line
     values = AUTHORS | {"num_hidden_layers": 2}
     line = refused(write(tmp_path / "cut", values, eagle3(target).state_dict(), BIN), target)
-    assert "'num_hidden_layers' is 2; only heads of one layer can be loaded" in line
+    assert "the file holds 1 layers and 'num_hidden_layers' is 2; fetch all files" in line
 
 
 KEY = "eagle_aux_hidden_state_layer_ids"

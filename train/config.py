@@ -67,7 +67,7 @@ _BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_l
 _HEAD_OPTIONS: dict[str, set[str]] = {
     "lm": set(),
     "eagle": {"noise", "test_steps", "step_decay"},
-    "eagle3": {"norms", "test_steps", "step_decay"},
+    "eagle3": {"norms", "num_layers", "test_steps", "step_decay"},
     "mtp": {"test_steps", "step_decay"},
     "medusa": {"num_heads", "num_layers", "step_decay"},
     "hydra": {"num_heads", "num_layers", "step_decay"},
@@ -83,7 +83,7 @@ class HeadOptions:
     num_heads: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[AtLeast1 | None] = None
-    """Medusa, Hydra: residual layers per head; 1. Block drafters: decoder layers; 5."""
+    """Medusa, Hydra: residual layers per head; 1. Decoder layers: EAGLE-3 1, block drafters 5."""
     norms: Rare[Literal["eagle3", "eagle31"] | None] = None
     """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth."""
     test_steps: Rare[AtLeast1 | None] = None

@@ -240,6 +240,10 @@ class Pair:
     def norm_before_residual(self) -> str | None:
         return self._norm_moved("norm_before_residual")
 
+    def several_layers(self) -> str | None:
+        layers = self.head.config.num_hidden_layers
+        return f"the head has {layers} layers" if layers > 1 else None
+
     def norm_before_fc(self) -> str | None:
         return self._norm_moved("norm_before_fc")
 

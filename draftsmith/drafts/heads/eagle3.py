@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
@@ -51,6 +51,8 @@ def aux_layers(layers: int) -> tuple[int, ...]:
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(LayerConfig):
     """The layer, both vocabularies, and which states of the target are fused."""
+
+    one_layer: ClassVar[bool] = False
 
     draft_vocab_size: int
     eagle_aux_hidden_state_layer_ids: tuple[int, ...]
@@ -95,10 +97,15 @@ class Eagle3Config(LayerConfig):
         layers = layout_of(target).count - 1
         states = _aux_from_json(values, layers)
         # Some authors' files say how many the target has.
-        declared = values.get("num_hidden_layers")
-        one = {"num_hidden_layers": 1} if declared == layers else {}
+        declared = values.get("num_hidden_layers", 1)
+        held = values.get("held_layers", declared)
+        if declared not in (held, layers):
+            raise InputError(
+                f"the file holds {held} layers and 'num_hidden_layers' is {declared}; fetch all "
+                "files of this head"
+            )
         return cls.read(
-            values | one,
+            values | {"num_hidden_layers": held},
             last_tap=values.get("last_tap", "raw") if layers in states else None,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
             eagle_aux_hidden_state_layer_ids=states,
@@ -183,6 +190,12 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(width, eps=eps) for _ in range(fused))
         self.fc = nn.Linear(fused * width, hidden, bias=False)
         self.midlayer = _MidLayer(config)
+        # Under the numbers that they have on disk.
+        self.layers = nn.ModuleDict()
+        for index in range(1, config.num_hidden_layers):
+            layer = LlamaDecoderLayer(config.llama(), index)
+            layer.self_attn = config.attention(hidden, index)  # type: ignore[assignment]
+            self.layers[str(index)] = layer
         self.norm = LlamaRMSNorm(hidden, eps=eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary = Rotary(config.llama())
@@ -195,6 +208,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         *,
         draft_vocab: Sequence[int] | None = None,
         norms: Norms = "eagle3",
+        num_layers: int = 1,
         seed: int = 0,
     ) -> "Eagle3Head":
         """An untrained head on the target's device, in its dtype and in training mode.
@@ -207,6 +221,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         states = aux_layers(layers)
         config = Eagle3Config.like(
             target,
+            {"num_hidden_layers": num_layers},
             last_tap="raw" if layers in states else None,
             draft_vocab_size=len(ids),
             eagle_aux_hidden_state_layer_ids=states,
@@ -215,7 +230,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
             norm_output=norms == "eagle31",
         )
         head = cls(config, target)
-        draw(head.fc, head.midlayer, seed)
+        draw(head.fc, nn.ModuleList([head.midlayer, *head.deeper]), seed)
         start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))
         if head.reduced:
             head.set_draft_vocab(ids)
@@ -245,6 +260,10 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
     @property
     def layer(self) -> nn.Module:
         return self.midlayer
+
+    @property
+    def deeper(self) -> Sequence[nn.Module]:
+        return list(self.layers.values())
 
     def ending(self, states_BTH: Tensor) -> Tensor:
         return self.norm(states_BTH) if self.config.norm_output else states_BTH

@@ -31,11 +31,11 @@ from draftsmith.drafts.heads.unrolled_attention import Unrolling
 
 
 class Depth(NamedTuple):
-    """What all pairs give at a depth: features `[B, W, H]`, and the layer's keys and values."""
+    """What all pairs give at a depth: features `[B, W, H]`, and each layer's keys and values."""
 
     features_BWH: Tensor
-    keys: Tensor
-    values: Tensor
+    keys: Sequence[Tensor]
+    values: Sequence[Tensor]
 
 
 class FeatureHead(nn.Module):
@@ -88,14 +88,17 @@ class FeatureHead(nn.Module):
             past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
             queries_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
             positions = (past + queries_T).unsqueeze(0)
-        out = self.layer(
-            *opening,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=past_key_values,
-            position_embeddings=self.rotary(opening[-1], positions),
-        )
-        return self.ending(out[0] if isinstance(out, tuple) else out)
+        attending: dict[str, Any] = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": past_key_values,
+            "position_embeddings": self.rotary(opening[-1], positions),
+        }
+        read = opening
+        for layer in [self.layer, *self.deeper]:
+            out = layer(*read, **attending)
+            read = [out[0] if isinstance(out, tuple) else out]
+        return self.ending(read[0])
 
     def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:
         """Embeddings `[B, T, H]` of tokens: the target's."""
@@ -115,6 +118,11 @@ class FeatureHead(nn.Module):
     def layer(self) -> nn.Module:
         """The decoder layer."""
         return self.layers[0]
+
+    @property
+    def deeper(self) -> Sequence[nn.Module]:
+        """The layers that read its states."""
+        return ()
 
     def ending(self, states_BTH: Tensor) -> Tensor:
         """The features that follow from the layer's output."""
@@ -172,13 +180,14 @@ class FeatureHead(nn.Module):
     ) -> Depth:
         """What a depth gives, behind the keys and values of those before it."""
         cache = DynamicCache()
-        if before:
-            keys = torch.cat([depth.keys for depth in before], dim=2)
-            cache.update(keys, torch.cat([depth.values for depth in before], dim=2), 0)
+        for index in range(1 + len(self.deeper) if before else 0):
+            keys = torch.cat([depth.keys[index] for depth in before], dim=2)
+            values = torch.cat([depth.values[index] for depth in before], dim=2)
+            cache.update(keys, values, index)
         states_BWH = self.states(input_ids_BW, features_BWH, mask, positions_BW, cache)
-        layer: Any = cache.layers[0]
+        layers: Any = cache.layers
         return Depth(
             features_BWH=states_BWH,
-            keys=layer.keys[:, :, -mask.width :],
-            values=layer.values[:, :, -mask.width :],
+            keys=[layer.keys[:, :, -mask.width :] for layer in layers],
+            values=[layer.values[:, :, -mask.width :] for layer in layers],
         )

@@ -25,13 +25,18 @@ def _read_eagle(files: HeadFiles) -> None:
 
 def check_one_layer(files: HeadFiles) -> None:
     """Raise InputError unless the file has one layer, whatever its config.json says."""
-    count = sum(name.endswith("self_attn.q_proj.weight") for name in files.tensors)
+    count = count_layers(files)
     if count != 1:
         declared = files.values.get("num_hidden_layers")
         raise InputError(
             f"the file holds {count} layers and 'num_hidden_layers' is {declared}; only heads of "
             "one layer can run; fetch such a head, or all files of this one"
         )
+
+
+def count_layers(files: HeadFiles) -> int:
+    """The number of decoder layers in the file."""
+    return sum(name.endswith("self_attn.q_proj.weight") for name in files.tensors)
 
 
 def biases(files: HeadFiles, prefix: str) -> dict[str, bool]:

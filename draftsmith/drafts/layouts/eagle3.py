@@ -2,7 +2,7 @@
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
-from draftsmith.drafts.layouts.eagle import authors_config, biases, check_one_layer
+from draftsmith.drafts.layouts.eagle import authors_config, biases, count_layers
 from draftsmith.drafts.layouts.layout import EMBEDDING, ExportedHead, Functions, HeadFiles, Names
 from draftsmith.drafts.layouts.speculators import TARGET_COPIES, speculators_config
 
@@ -26,7 +26,7 @@ def _read_eagle3(files: HeadFiles) -> None:
     values = files.values
     for name in TARGET_COPIES:
         tensors.pop(name, None)
-    check_one_layer(files)
+    values["held_layers"] = count_layers(files)
     width = values.get("target_hidden_size") or files.lm_head_VH.shape[-1]
     if "fc.weight" in tensors:
         values["fused_states"] = tensors["fc.weight"].shape[-1] // width
@@ -79,7 +79,7 @@ def _read_speculators(files: HeadFiles) -> None:
     layer = files.values.pop("transformer_layer_config")
     window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
     kinds = layer.get("layer_types") or ["sliding_attention" if window else "full_attention"]
-    if kinds[0] == "sliding_attention":
+    if "sliding_attention" in kinds:
         raise InputError("its layer attends to a window; only full attention can be run")
     # The library's defaults.
     files.values = {"norm_before_residual": False, "num_hidden_layers": 1} | layer | files.values

@@ -152,17 +152,18 @@ class Layout(Functions):
         """Names and shapes of a file with this config.json."""
         config = config | config.get("transformer_layer_config", {})
         sizes = _sizes(config)
+        blocks = config["num_hidden_layers"]
         conditions = {
             "": True,
             "bias": config.get("bias"),
             "reduced": sizes["D"] < sizes["V"],
             "embedding": embedding,
+            "deeper": blocks > 1,
             "fc_norm": config.get("fc_norm"),
             "norm_before_fc": config.get("norm_before_fc"),
             "markov": sizes["R"],
             "confidence": config.get("enable_confidence_head"),
         }
-        blocks = config["num_hidden_layers"]
         shapes: dict[str, tuple[int, ...]] = {}
         for name, rule in self.shapes.items():
             letters, _, condition = rule.partition(" if ")
@@ -171,7 +172,8 @@ class Layout(Functions):
             shape = tuple(sizes[letter] for letter in letters.split())
             for i in range(config.get("num_heads", 1)):
                 for j in range(blocks):
-                    shapes[name.format(i=i, j=j, blocks=blocks)] = shape
+                    # k: of layers behind the first.
+                    shapes[name.format(i=i, j=j, k=max(j, 1), blocks=blocks)] = shape
         return renamed(shapes, inverted(self.names))
 
 
