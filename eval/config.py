@@ -75,9 +75,7 @@ class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
     rows of the suite.
     """
     ood: list[NamedPrompts] = field(default_factory=list)
-    """Prompt sets out of distribution, written as for `id`; or template:PROMPTS: chats under a
-    system sentence, in another template, on another date.
-    """
+    """Prompt sets out of distribution, as for `id`; also template:PROMPTS."""
     base: str | None = None
     """Draft to compare the others with. Default: the first with weights."""
     temperature: Annotated[list[Temperature], Field(min_length=1)] = field(
