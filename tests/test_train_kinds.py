@@ -34,7 +34,7 @@ DEPTH = 3
 OPTIONS: dict[str, list[str]] = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
-    "eagle3": f"--objective fkl --draft_vocab_size 120 --head.norms eagle31 "
+    "eagle3": f"--objective fkl --draft_vocab_size 120 --head.norms eagle31 --head.num_layers 2 "
     f"--head.test_steps {DEPTH}".split(),
     "mtp": ["--objective", "fkl", "--head.test_steps", str(DEPTH)],
     "medusa": [

@@ -172,6 +172,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
 
     kind: ClassVar[str] = "eagle3"
     config_type = Eagle3Config
+    layers: nn.ModuleDict  # type: ignore[assignment]
 
     def __init__(self, config: Eagle3Config, target: PreTrainedModel) -> None:
         super().__init__()
