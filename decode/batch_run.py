@@ -11,19 +11,19 @@ U uniforms per row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.sampling import Sampling, probs, uniforms
 from draftsmith.decode.choosing import draw, largest
+from draftsmith.decode.handover import Handover, Parts, check_verdict, is_foreign
 from draftsmith.decode.kernel_forward import Forwarded
-from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Session, SessionSetup
 from draftsmith.decode.recorded.proposal import in_bucket
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.stats import DecodeStats
@@ -123,17 +123,6 @@ class _NoDraft:
         self._tokens_BM = self._tokens_BM[: len(rows)]
 
 
-class Parts(Protocol):
-    """What a decoder decodes with. drawing: how children are chosen above temperature 0."""
-
-    target: PreTrainedModel
-    proposer: Proposer | None
-    tree: TreeShape
-    drawing: Drawing
-    verifier: Verifier
-    compile: bool | str
-
-
 @dataclass(frozen=True)
 class Options:
     """How to continue prompts; see `SpeculativeDecoder.generate`."""
@@ -194,6 +183,11 @@ class BatchRun:
         most = parts.verifier.uniforms(_widest(parts.tree))
         self.num_uniforms = self.num_draft_uniforms + most
         self.session = self._start(prompts, drawing)
+        self._foreign_draft = is_foreign(parts.proposer) or is_foreign(self.session)
+        self._foreign_rule = is_foreign(parts.verifier.run)
+        self._handover = Handover(parts, vocabulary_size(parts.target), runner.device)
+        # Of draftsmith's own proposers, which may have a model of the user's, the first proposal.
+        self._checks = parts.proposer is not None
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
@@ -236,6 +230,11 @@ class BatchRun:
             if self.num_draft_uniforms:
                 draft_u_BN = u_BU[:, : self.num_draft_uniforms]
         proposal = self.session.propose(draft_u_BN)
+        if self._checks:
+            self._handover.check_proposal(proposal, len(self.batch))
+            self._checks = self._foreign_draft
+            if self._checks:
+                self._handover.check_drafted(proposal, drawn=draft_u_BN is not None)
         self.runner.open()
         judged = self._judge(proposal, verify_u_BU)
         return self._record(judged, proposal.copied or (False,) * len(self.batch))
@@ -246,7 +245,7 @@ class BatchRun:
         if not parts.compile:
             if u_BU is not None and parts.proposer is None:
                 return self._draw_undrafted(proposal, u_BU)
-            known = VERIFIERS.get(parts.verifier.name) is parts.verifier
+            known = VERIFIERS.get(parts.verifier.name) is parts.verifier and not self._foreign_rule
             if u_BU is None and known and self.runner.device.type == "cpu":
                 return self._follow_on_host(proposal)
         return self._verify_tensors(proposal, u_BU)
@@ -257,6 +256,7 @@ class BatchRun:
         if self.parts.compile:
             proposal = in_bucket(proposal, len(self.batch))
         verifier = self._rule_for(proposal)
+        foreign = self._foreign_rule
         sampling = self.options.sampling
         bound = self.runner.bind(self._block(proposal.tree), hidden_layers=self.hidden_layers)
         least = self._least
@@ -265,7 +265,7 @@ class BatchRun:
             last_B1: Tensor, proposal: Proposal, inputs: tuple[Tensor, ...], u_BU: Tensor | None
         ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
             forwarded = bound.run(_target_inputs(last_B1, proposal, least), inputs)
-            return _verify(verifier, sampling, proposal, forwarded, u_BU)
+            return _verify(verifier, sampling, proposal, forwarded, u_BU, checks=foreign)
 
         name = ("verify", bound.name, sampling, verifier.name)
         facts, p_BMV, states = self.runner.call(
@@ -279,6 +279,8 @@ class BatchRun:
             finite_B.append(finite)
             emitted = rest[depth : depth + accepted + 1]
             walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
+        if foreign:
+            self._handover.check_walks(walks, proposal)
         return _Judged(finite_B, walks, states, lambda: p_BMV[:, :nodes])
 
     def _follow_on_host(self, proposal: Proposal) -> _Judged:
@@ -416,6 +418,8 @@ def _verify(
     proposal: Proposal,
     forwarded: Forwarded,
     u_BU: Tensor | None,
+    *,
+    checks: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Verify a scored proposal. Return the facts that the host needs, integers `[B, ...]`; the
     target's distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D
@@ -424,6 +428,8 @@ def _verify(
     logits_BMV, hidden = forwarded
     p_BMV = probs(logits_BMV, sampling)
     verdict = verifier.run(proposal, p_BMV, u_BU)
+    if checks:
+        check_verdict(verifier.name, verdict, proposal)
     exists_BM = proposal.tokens_BM >= 0
     depths_RM = pad(proposal.tree.depths_RN, (1, 0))
     finite_B = _finite(logits_BMV.amax(2), proposal.finite)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftsmith.core import sampling
 from draftsmith.core.sampling import Largest
+from draftsmith.decode.expected import expect
 from draftsmith.decode.native import Kernel, kernel
 
 # Above, the kernel compares each value with too many that it found before.
@@ -22,7 +23,7 @@ def largest(values: Tensor, count: int) -> Largest:
     NaN has NaN as its largest values.
     """
     functions = _kernel_for(values, count)
-    if functions is None:
+    if functions is None or count > values.shape[-1]:
         return sampling.largest(values, count)
     values = values.contiguous()
     shape = (*values.shape[:-1], count)
@@ -71,22 +72,31 @@ def try_siblings(
     left_BV = p_BV.clone(memory_format=torch.contiguous_format)
     offer_BK = offer_BK.contiguous()
     u_BK = u_BK.to(torch.double).contiguous()
-    rank_B = offer_BK.new_empty(len(offer_BK))
-    functions.siblings(
+    rows, width = p_BV.shape
+    count = offer_BK.shape[1]
+    expect("q_BV", q_BV, (rows, width), torch.float32)
+    expect("offer_BK", offer_BK, (rows, count), torch.long)
+    expect("u_BK", u_BK, (rows, count), torch.double)
+    rank_B = offer_BK.new_empty(rows)
+    strange = functions.siblings(
         left_BV.data_ptr(),
         q_BV.data_ptr(),
         offer_BK.data_ptr(),
         u_BK.data_ptr(),
-        *p_BV.shape,
-        offer_BK.shape[1],
+        rows,
+        width,
+        count,
         rank_B.data_ptr(),
     )
+    if strange:
+        raise IndexError(f"offer_BK: a token outside the vocabulary, 0 to {width - 1}")
     return rank_B, left_BV
 
 
 def _draws(functions: Kernel, p: Tensor, u: Tensor) -> Tensor:
     p = p.contiguous()
     u = u.to(device=p.device, dtype=torch.double).contiguous()
+    expect("u", u, (*p.shape[:-1], u.shape[-1]), torch.double)
     tokens = u.new_empty(u.shape, dtype=torch.long)
     width = p.shape[-1]
     rows = p.numel() // width

@@ -13,7 +13,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from draftsmith.core.errors import InputError
 from draftsmith.decode.cache import CachePlace
+from draftsmith.decode.expected import expect
 from draftsmith.decode.families import ACTIVATIONS, LLAMA, Family
 from draftsmith.decode.native import Kernel, PackedMatrix, address, structures
 from draftsmith.decode.packed_weights import FusedLinear, Packs
@@ -259,9 +261,19 @@ class KernelForward:
 
         inputs: with an `opening`, instead of the tokens' embeddings. state_dtype: of the hidden
         states. rotary: the table `[N, 2E]` by kind of layer. IndexError for a token outside the
-        vocabulary, and for a position beyond the learned ones.
+        vocabulary, and for a position beyond the learned ones or the rotary table.
         """
         batch, queries = tokens_Bq.shape
+        slots = place.keys_LBHCE.shape[3]
+        end = place.column + queries
+        if end > slots:
+            raise InputError(f"cache: {end} slots are needed, and there are {slots}")
+        cached = (len(self.layers), batch, self._model.groups, slots, self._model.size)
+        positions = min(len(positions_Rq), batch)
+        expect("tokens_Bq", tokens_Bq, (batch, queries), torch.long)
+        expect("positions_Rq", positions_Rq, (positions, queries), torch.long)
+        expect("keys_LBHCE", place.keys_LBHCE, cached, torch.float32)
+        expect("values_LBHCE", place.values_LBHCE, cached, torch.float32)
         wanted = sorted(set(numbers))
         every = range(len(self.layers) + 2)
         flags = bytes(number in wanted for number in every)
@@ -289,7 +301,9 @@ class KernelForward:
             shared = step.kinds[number]
             shared.mask = address(mask)
             shared.rotary = rotary[kind].data_ptr()
+            shared.rotary_count = len(rotary[kind])
             if mask is not None:
+                expect("mask", mask, (min(len(mask), batch), 1, queries, end), torch.float32)
                 shared.batch_stride = mask.stride(0) if len(mask) > 1 else 0
                 shared.query_stride = mask.stride(2)
         step.states = states.data_ptr()
@@ -304,7 +318,7 @@ class KernelForward:
         if self.functions.forward(model_pointer, step_pointer):
             raise IndexError(
                 f"a token outside 0..{self._model.vocabulary - 1}, the vocabulary of the "
-                "embedding, or a position beyond the learned ones"
+                "embedding, or a position beyond the learned ones or the rotary table"
             )
         by_number = dict(zip(wanted, states.to(state_dtype).unbind(), strict=True))
         return logits_BqV, [by_number[number] for number in numbers]

@@ -28,6 +28,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from draftsmith.core.errors import InputError
 from draftsmith.decode import (
     llama_forward as forward_module,
     native,
@@ -811,9 +812,30 @@ def test_a_position_without_an_embedding_is_refused(whole):
     run.limit = None
     run.lengths = [256]
     run.cache.capacity = 257
+    run.cache._stores[0].grow(1, 257)
     run.open()
     with pytest.raises(IndexError, match="a position beyond the learned ones"):
         run.forward(torch.tensor([[1]]), chain(1))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("tokens", "match"),
+    [
+        (torch.zeros(1, 5, dtype=torch.long), r"positions_Rq: expected torch.int64 \[1, 5\]"),
+        (torch.zeros(1, 2, dtype=torch.int), r"tokens_Bq: expected torch.int64 \[1, 2\] on cpu"),
+        (torch.zeros(2, 2, dtype=torch.long), r"keys_LBHCE: expected .* \[3, 2, "),
+    ],
+)
+def test_wrong_sizes_are_errors(whole, tokens, match):
+    run = runner(build("one group"), [[1, 2, 3]])
+    run.open()
+    with pytest.raises(InputError, match=match):
+        run.forward(tokens, chain(2))
+    run.lengths = [run.cache.capacity]
+    run.open()
+    with pytest.raises(InputError, match="slots are needed, and there are"):
+        run.forward(torch.zeros(1, 2, dtype=torch.long), chain(2))
 
 
 @torch.inference_mode()

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 
 from draftsmith.core.errors import RunError, first_line
 from draftsmith.core.io import atomic_file
+from draftsmith.decode.expected import expect
 from draftsmith.decode.native import structures
 from draftsmith.decode.native.large_pages import empty_bytes
 
@@ -87,7 +88,7 @@ class Kernel:
         self.pairs = not self.tiles and bool(function("pairs", [], kind)())
         self.largest = function("largest", [pointer, size, size, size, pointer, pointer])
         self.draws = function("draws", [pointer, pointer, size, size, size, pointer])
-        self.siblings = function("siblings", [*four, size, size, size, pointer])
+        self.siblings = function("siblings", [*four, size, size, size, pointer], kind)
         # Called with structures by reference (`decode.kernel_forward`).
         self.scratch = function("scratch", [pointer, pointer], size)
         self.forward = function("forward", [pointer, pointer], kind)
@@ -194,6 +195,9 @@ class PackedMatrix:
         rows or threads.
         """
         rows = x_XI.shape[0]
+        expect("x_XI", x_XI, (rows, self.inputs), torch.float32)
+        if other_XO is not None:
+            expect("other_XO", other_XO, (rows, self.outputs), torch.float32)
         y_XO = x_XI.new_empty(rows, self.outputs)
         room = x_XI.new_empty(self._functions.room(self.kind, rows, self.inputs) // 2)
         for begin in range(0, rows, _MOST_ROWS):
@@ -214,6 +218,7 @@ class PackedMatrix:
     def rows(self, ids_N: Tensor) -> Tensor:
         """Return rows of the matrix, fp32 `[N, I]`. IndexError for a row that does not exist."""
         ids_N = ids_N.contiguous()
+        expect("ids_N", ids_N, (len(ids_N),), torch.long)
         low, high = map(int, ids_N.aminmax()) if ids_N.numel() else (0, 0)
         if not 0 <= low <= high < self.outputs:
             raise IndexError(f"rows {low} to {high} of a matrix that has {self.outputs}")

@@ -328,11 +328,15 @@ void draftsmith_sizes(size_t *sizes) {
     memcpy(sizes, own, sizeof(own));
 }
 
-/* Whether the model has an embedding for each token and position. */
+/* Whether the model has an embedding for each token, and all that it needs of each position. */
 static int embeds(const struct model *m, const struct step *s) {
-    for (size_t i = 0; i < s->batch * s->queries && !m->opening; i++) {
+    for (size_t i = 0; i < s->batch * s->queries; i++) {
+        size_t position = (size_t)position_of(s, i);
+        for (size_t k = 0; k < 2 && m->turned; k++)
+            if (s->kinds[k].rotary && position >= s->kinds[k].rotary_count) return 0;
+        if (m->opening) continue;
         if (s->tokens[i] < 0 || (size_t)s->tokens[i] >= m->vocabulary) return 0;
-        if (m->places && (size_t)position_of(s, i) >= m->place_count) return 0;
+        if (m->places && position >= m->place_count) return 0;
     }
     return 1;
 }

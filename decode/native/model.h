@@ -62,6 +62,7 @@ struct kind {
     const float *mask; /* [batch][queries][P], added to the scores; NULL: everything is seen */
     size_t batch_stride, query_stride;
     const float *rotary; /* [positions][2 * turned]: cosines, then sines with the sign of the half that is added */
+    size_t rotary_count; /* positions that it has */
 };
 
 struct step {

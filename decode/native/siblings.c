@@ -58,10 +58,14 @@ static int64_t row_tried(float *p, float *q, const int64_t *tokens, const double
 }
 
 /* p, q [rows][width], tokens [rows][count], -1 for none, and uniforms u [rows][count]: to ranks [rows] of the siblings
-   accepted, -1 for none. p becomes what is left to draw from, not normalised; q is spoiled. */
-void draftsmith_siblings(
+   accepted, -1 for none. p becomes what is left to draw from, not normalised; q is spoiled. Returns 0, or 1, with nothing
+   done, for a token that does not exist. */
+int draftsmith_siblings(
     float *p, float *q, const int64_t *tokens, const double *u, size_t rows, size_t width, size_t count, int64_t *ranks) {
+    for (size_t i = 0; i < rows * count; i++)
+        if (tokens[i] >= (int64_t)width) return 1;
 #pragma omp parallel for schedule(static) if (rows > 1)
     for (size_t r = 0; r < rows; r++)
         ranks[r] = row_tried(p + r * width, q + r * width, tokens + r * count, u + r * count, width, count);
+    return 0;
 }

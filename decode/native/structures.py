@@ -68,6 +68,7 @@ class Kind(ctypes.Structure):
         ("mask", _POINTER),
         *_fields(_SIZE, "batch_stride query_stride"),
         ("rotary", _POINTER),
+        ("rotary_count", _SIZE),
     )
 
 

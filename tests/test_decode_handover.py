@@ -1,0 +1,228 @@
+"""What a part of one's own hands over is checked: one line with what was expected and given, never
+other tokens, and never a crash.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from draftsmith.core.sampling import Sampling
+from draftsmith.decode import SpeculativeDecoder, Tree, TreeShape
+from draftsmith.decode.choosing import draw, try_siblings
+from draftsmith.decode.native import kernel
+from draftsmith.decode.propose.protocol import (
+    Outcome,
+    Proposal,
+    Proposer,
+    Session,
+    SessionSetup,
+)
+from draftsmith.decode.tree import Drawing
+from draftsmith.decode.tree_batch import TreeBatch
+from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify.tree_walk import Verdict
+from tests.tiny_models import random_llama
+
+V = 17
+PROMPTS = [[1, 2], [3, 4, 5]]
+CPU = torch.device("cpu")
+Change = Callable[[Proposal], Any]
+
+
+class Threes(Proposer):
+    """Drafts token 3 everywhere, and hands over what `change` makes of it."""
+
+    name = "threes"
+
+    def __init__(self, change: Change, drawing: Drawing = "deterministic") -> None:
+        self.change = change
+        self.drawing = drawing
+
+    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
+        return frozenset({self.drawing})
+
+    def start(self, setup: SessionSetup) -> Session:
+        return ThreesSession(self, TreeBatch.build(cast(Tree, setup.tree), CPU), len(setup.prompts))
+
+
+class ThreesSession(Session):
+    def __init__(self, proposer: Threes, tree: TreeBatch, rows: int) -> None:
+        self.proposer = proposer
+        self.tree = tree
+        self.rows = rows
+
+    def propose(self, u_BN: Tensor | None) -> Proposal:
+        size = self.tree.parents_RN.shape[1]
+        tokens_BM = pad(torch.full((self.rows, size), 3), (1, 0), value=-1)
+        q_BEV = None
+        if self.proposer.drawing != "deterministic":
+            q_BEV = torch.zeros(self.rows, size, V)
+            q_BEV[:, :, 3] = 1
+        made: Proposal = self.proposer.change(
+            Proposal(self.tree, tokens_BM, q_BEV, self.proposer.drawing)
+        )
+        return made
+
+    def commit(self, outcome: Outcome) -> None:
+        return
+
+    def select_rows(self, rows: Any) -> None:
+        self.rows = len(rows)
+
+
+def tokens(change: Callable[[Tensor], Any]) -> Change:
+    return lambda proposal: replace(proposal, tokens_BM=change(proposal.tokens_BM))
+
+
+def q(change: Callable[[Tensor], Any]) -> Change:
+    def changed(proposal: Proposal) -> Proposal:
+        assert proposal.q_BEV is not None
+        return replace(proposal, q_BEV=change(proposal.q_BEV))
+
+    return changed
+
+
+def deeper(proposal: Proposal) -> Proposal:
+    tree = Tree((-1, 0, 1, 2))
+    return Proposal(
+        TreeBatch.build(tree, CPU), pad(proposal.tokens_BM, (0, 1), value=3), None, "deterministic"
+    )
+
+
+PROPOSALS: dict[str, tuple[Change, str]] = {
+    "nothing": (lambda _: None, "expected a Proposal with a TreeBatch, got NoneType"),
+    "a tree of another class": (
+        lambda proposal: replace(proposal, tree=cast(Any, Tree((-1, 0, 1)))),
+        "expected a Proposal with a TreeBatch, got Tree",
+    ),
+    "deeper": (deeper, "tree: expected at most 3 nodes and depth 3, got 4 and 4"),
+    "a column too many": (
+        tokens(lambda x: pad(x, (0, 1), value=3)),
+        r"tokens_BM: expected torch.int64 \[2, 4\] on cpu, got torch.int64 \[2, 5\] on cpu",
+    ),
+    "a row too few": (tokens(lambda x: x[:1]), r"expected .* \[2, 4\] .* got .* \[1, 4\]"),
+    "int32": (tokens(Tensor.int), "expected torch.int64 .* got torch.int32"),
+    "elsewhere": (tokens(lambda x: x.to("meta")), "on cpu, got .* on meta"),
+    "a list": (tokens(Tensor.tolist), "tokens_BM: expected a tensor, got list"),
+    "no token": (tokens(lambda x: x + 20), "tokens_BM: expected -1 to 16, got 23 to 23"),
+}
+DRAWN: dict[str, tuple[Change, str]] = {
+    "wider": (
+        q(lambda x: pad(x, (0, 1))),
+        r"q_BEV: expected torch.float32 \[2, 3, 17\] on cpu, got torch.float32 \[2, 3, 18\]",
+    ),
+    "half": (q(Tensor.half), "expected torch.float32 .* got torch.float16"),
+    "of one row": (q(lambda x: x[:1]), r"expected .* \[2, 3, 17\] .* got .* \[1, 3, 17\]"),
+    "flat": (q(lambda x: x[:, 0]), r"got .* \[2, 17\]"),
+    "a group too few": (q(lambda x: x[:, :1]), "q_BEV: expected 3 of a row, got 1"),
+    "logits": (q(Tensor.log), "q_BEV: expected probabilities that sum to 1"),
+    "not normalised": (q(lambda x: 5 * x), "q_BEV: expected probabilities that sum to 1"),
+    "none": (
+        q(lambda _: None),
+        "got NoneType for 'without_replacement'",
+    ),
+    "another drawing": (
+        lambda proposal: replace(proposal, drawing="with_replacement"),
+        "not valid for drafts drawn 'with_replacement'",
+    ),
+}
+
+
+def decode(proposer: Proposer, verifier: str | Verifier, temperature: float) -> list[list[int]]:
+    decoder = SpeculativeDecoder(random_llama(2, V), proposer, "chain:3", verifier)
+    batch = decoder.generate(PROMPTS, Sampling(temperature=temperature), 6, eos_ids=())
+    return [row.output_ids for row in batch.generations]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", PROPOSALS)
+def test_a_proposal_that_does_not_fit_is_an_error(name, temperature):
+    change, match = PROPOSALS[name]
+    with pytest.raises(ValueError, match=f"^proposer threes: .*{match}"):
+        decode(Threes(change), "exact", temperature)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_distributions_that_do_not_fit_are_an_error(name):
+    change, match = DRAWN[name]
+    with pytest.raises(ValueError, match=match):
+        decode(Threes(change, "without_replacement"), "mcsd", 1.0)
+
+
+def test_what_fits_is_taken():
+    for drawing in ("deterministic", "without_replacement"):
+        proposer = Threes(lambda proposal: proposal, cast(Drawing, drawing))
+        for temperature in (0.0, 1.0):
+            assert len(decode(proposer, "mcsd", temperature)[0]) == 6
+
+
+def own(change: Callable[[Verdict], Any]) -> Verifier:
+    def run(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+        made: Verdict = change(VERIFIERS["exact"].run(proposal, p_BMV, u_BU))
+        return made
+
+    return replace(VERIFIERS["exact"], name="own", run=run)
+
+
+VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
+    "nothing": (lambda _: None, "expected a Verdict, got NoneType"),
+    "a token too few": (
+        lambda verdict: replace(verdict, tokens_BD1=verdict.tokens_BD1[:, :-1]),
+        r"tokens_BD1: expected torch.int64 \[2, 4\] on cpu, got torch.int64 \[2, 3\] on cpu",
+    ),
+    "floats": (
+        lambda verdict: replace(verdict, accepted_B=verdict.accepted_B.float()),
+        "accepted_B: expected torch.int64 .* got torch.float32",
+    ),
+    "no path": (
+        lambda verdict: replace(
+            verdict,
+            nodes_BD=torch.full_like(verdict.nodes_BD, 2),
+            accepted_B=torch.ones_like(verdict.accepted_B),
+        ),
+        r"expected a path of the tree .* got nodes \[2\]",
+    ),
+    "other tokens": (
+        lambda verdict: replace(verdict, tokens_BD1=verdict.tokens_BD1 + V),
+        "then one below 17, got nodes",
+    ),
+    "more than there are": (
+        lambda verdict: replace(verdict, accepted_B=verdict.accepted_B + 9),
+        "expected a path of the tree",
+    ),
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_verdict_that_does_not_fit_is_an_error(name, temperature):
+    change, match = VERDICTS[name]
+    with pytest.raises(ValueError, match=f"^verifier own: .*{match}"):
+        decode(Threes(lambda proposal: proposal), own(change), temperature)
+
+
+def test_a_rule_of_ones_own_in_the_table_runs_at_temperature_0(monkeypatch):
+    rule = own(lambda _: None)
+    monkeypatch.setitem(VERIFIERS, "own", rule)
+    with pytest.raises(ValueError, match="expected a Verdict"):
+        decode(Threes(lambda proposal: proposal), rule, 0.0)
+
+
+@pytest.mark.skipif(kernel() is None, reason="no compiled kernel")
+def test_the_kernel_refuses_other_sizes():
+    p = torch.full((2, 8), 1 / 8)
+    offer = torch.tensor([[1, 2], [3, 8]])
+    u = torch.rand(2, 2, dtype=torch.double)
+    with pytest.raises(ValueError, match=r"u: expected torch.float64 \[2, 1\]"):
+        draw(p, torch.rand(1))
+    with pytest.raises(ValueError, match=r"q_BV: expected torch.float32 \[2, 8\]"):
+        try_siblings(p, torch.full((2, 7), 1 / 7), offer, u)
+    with pytest.raises(ValueError, match=r"u_BK: expected torch.float64 \[2, 2\]"):
+        try_siblings(p, p.clone(), offer, u[:, :1])
+    with pytest.raises(IndexError, match="a token outside the vocabulary, 0 to 7"):
+        try_siblings(p, p.clone(), offer, u)
