@@ -156,7 +156,7 @@ def test_distributions_that_do_not_fit_are_an_error(name):
 
 def test_what_fits_is_taken():
     for drawing in ("deterministic", "without_replacement"):
-        proposer = Threes(lambda proposal: proposal, cast(Drawing, drawing))
+        proposer = Threes(lambda proposal: proposal, drawing)
         for temperature in (0.0, 1.0):
             assert len(decode(proposer, "mcsd", temperature)[0]) == 6
 
