@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.core.devices import attention_of_any_length
+from draftsmith.core.divided_target import is_divided
 from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.core.settings import say_ignored
@@ -127,7 +128,8 @@ class SpeculativeDecoder:
         self.compile_s = 0.0
         # Recorded steps share one set of buffers, so threads take turns.
         self._turn = threading.Lock() if backend else nullcontext()
-        self._packs = packs_of(target) if fast and trees and not backend else None
+        lean = fast and trees and not backend and not is_divided(target)
+        self._packs = packs_of(target) if lean else None
 
     @torch.inference_mode()
     def generate(

@@ -11,6 +11,7 @@ from draftsmith.core.options import (
     AtLeast1,
     ByContent,
     Directory,
+    LargeTargetOptions,
     Model,
     NamedPrompts,
     NotIdentity,
@@ -43,6 +44,7 @@ _ENGINE_OF = {
     "address": "ray",
     "workers": "ray",
     "tensor_parallel_size": "vllm",
+    "target_parallel": "hf",
 }
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 
@@ -66,7 +68,7 @@ def magpie(prompts: str) -> int | None:
 
 
 @options
-class DistillConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
+class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Let the target answer prompts, and keep its tokens as a distilled set."""
 
     target: ByContent[Model]
@@ -240,7 +242,7 @@ class StatesConfig(DistillConfig):
 
 
 @options
-class ScoreConfig(TargetOptions):
+class ScoreConfig(LargeTargetOptions):
     """Add the target's distributions to answers that exist: `draftsmith distill --score SET`."""
 
     score: Prompts

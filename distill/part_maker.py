@@ -18,6 +18,7 @@ from draftsmith.core.io import canonical_json
 from draftsmith.core.progress import Advance, progress
 from draftsmith.core.prompt_rows import Record, digest_of
 from draftsmith.core.prompts import Prompt, Skipped, content_id
+from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.asking import Asking, PartRequests
@@ -53,7 +54,7 @@ def make_parts(job: Job, prompts: PromptSource, out: Path, title: str) -> int:
     rows = prompts.count()
     if rows is not None:
         starts = range(0, rows, job.group_rows)
-        own = starts[job.processes.process_index :: job.processes.num_processes]
+        own = starts[own_group() :: groups()]
         rows = sum(min(job.group_rows, rows - start) for start in own)
     with progress(title, rows) as advance:
         maker = _PartMaker(job, prompts, out, advance)
@@ -80,12 +81,11 @@ class _PartMaker:
 
     def unfinished(self) -> Iterator[PartRequests]:
         """Yield the parts to make. Check a finished part against the prompts."""
-        processes = self._job.processes
         records = self._prompts.records()
         while group := list(islice(records, self._job.group_rows)):
             index = self.count
             self.count += 1
-            if index % processes.num_processes != processes.process_index:
+            if index % groups() != own_group():
                 continue
             digest = digest_of(group)
             finished = prompts_of_finished(self._out, index, digest, self._prompts.name)

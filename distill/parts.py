@@ -25,6 +25,7 @@ from draftsmith.core.io import (
     write_sealed,
 )
 from draftsmith.core.prompts import Prompt, Skipped
+from draftsmith.core.ranks import leads_group
 from draftsmith.core.teacher_rows import COLUMN
 from draftsmith.distill.engines import Key
 
@@ -144,7 +145,11 @@ class Part:
 def write_part(
     out: Path, index: int, summary: PartSummary, rows: Sequence[SetRow], schema: pa.Schema
 ) -> None:
-    """Write a part with its summary; one without rows is a JSON file with the summary alone."""
+    """Write a part with its summary; one without rows is a JSON file with the summary alone. Of
+    processes that hold the target together, one writes.
+    """
+    if not leads_group():
+        return
     if not rows:
         write_sealed(empty_path(out, index), summary)
         return

@@ -39,6 +39,7 @@ from draftsmith.core.prompt_rows import (
     text_of,
 )
 from draftsmith.core.prompts import Skipped, answers, content_id
+from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, tokenizing
 from draftsmith.core.teacher_rows import bytes_per_token, pack
@@ -204,12 +205,12 @@ def _score_parts(
 ) -> int:
     """Write the parts of this process that are not finished; return the number of all parts."""
     out = Path(config.out)
-    count = answers.count if processes.num_processes == 1 else None
+    count = answers.count if groups() == 1 else None
     parts = 0
     with progress("score", count) as advance:
         for index, part in enumerate(answers.parts):
             parts += 1
-            if index % processes.num_processes != processes.process_index:
+            if index % groups() != own_group():
                 continue
             finished = prompts_of_finished(out, index, part.digest, config.score)
             if finished is None:

@@ -14,6 +14,7 @@ from draftsmith.core.options import (
     AtLeast0,
     AtLeast1,
     Directory,
+    LargeTargetOptions,
     Model,
     ModelOptions,
     NamedModel,
@@ -59,7 +60,7 @@ class TimeAgainConfig:
 
 
 @options
-class EvalConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
+class EvalConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptions):
     """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
 
     target: Model

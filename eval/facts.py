@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.core.devices import peak_memory
+from draftsmith.core.divided_target import is_divided
 from draftsmith.core.models import (
     context_length,
     dtype_name,
@@ -143,6 +144,7 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
         "system": platform.system(),
+        **({"target_parallel": model._tp_size} if is_divided(model) else {}),
     }
 
 

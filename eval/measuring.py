@@ -10,7 +10,7 @@ from draftsmith.core.agreement import agree
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
-from draftsmith.core.ranks import from_main, say
+from draftsmith.core.ranks import from_main, groups, launched, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import Sampling
 from draftsmith.drafts.load import LoadedModels
@@ -271,7 +271,7 @@ class Evaluation:
             partial(task.speed, self.drafts, self.request.methods, costs_of),
             f"timing: {suite.name}, T={sampling.temperature:g}",
             units=runs * len(task.prompts),
-            who="main",
+            who="main" if groups() == launched() else "all",
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.batch import IGNORE, Batch
@@ -29,7 +30,7 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
     """
     config = job.config
     world = job.world
-    shape = (config.accumulation, world.size, config.batch_size)
+    shape = (config.accumulation, groups(), config.batch_size)
     start = step * math.prod(shape)
     stop = start + math.prod(shape)
     rows = units(
@@ -40,8 +41,8 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
         fraction=config.replay_fraction,
         temperature=config.mixing_temperature,
     )
-    own_rows = rows.reshape(shape)[:, world.rank]
-    own_positions = np.arange(start, stop).reshape(shape)[:, world.rank]
+    own_rows = rows.reshape(shape)[:, own_group()]
+    own_positions = np.arange(start, stop).reshape(shape)[:, own_group()]
     batches = []
     for rows_B, positions_B in zip(own_rows, own_positions, strict=True):
         seeds = [row_seed(config.seed, f"row {position}") for position in positions_B.tolist()]

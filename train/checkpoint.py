@@ -25,7 +25,7 @@ from draftsmith.core.io import (
     read_json,
     write_sealed,
 )
-from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.ranks import from_main, on_main, own_group
 from draftsmith.core.record import RECORD
 from draftsmith.core.sampling import row_seed
 from draftsmith.drafts.cards import write_record
@@ -137,7 +137,7 @@ def restore_random_state(job: TrainingJob, checkpoint: Path) -> Position:
         log.warning(
             "continuing a run of %s as %s: results are equal up to rounding", before, job.layout
         )
-    torch.manual_seed(row_seed(job.config.seed, f"process {rank} from step {position.step}"))
+    torch.manual_seed(row_seed(job.config.seed, f"process {own_group()} from step {position.step}"))
     return position
 
 

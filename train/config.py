@@ -12,6 +12,7 @@ from draftsmith.core.options import (
     ByContent,
     Directory,
     File,
+    LargeTargetOptions,
     Model,
     NonNegative,
     NotIdentity,
@@ -22,7 +23,6 @@ from draftsmith.core.options import (
     RunOptions,
     ShareBelow1,
     Spec,
-    TargetOptions,
     options,
     refuse_unused,
 )
@@ -109,7 +109,7 @@ class HeadOptions:
 
 
 @options
-class TrainConfig(RunOptions, TargetOptions):
+class TrainConfig(RunOptions, LargeTargetOptions):
     """Fit a draft model to a distilled set (or to text)."""
 
     data: ByContent[Annotated[list[Prompts], Field(min_length=1)]]
@@ -241,6 +241,11 @@ class TrainConfig(RunOptions, TargetOptions):
                 "replay_fraction",
                 bool(self.replay) != (self.replay_fraction > 0),
                 "goes with `replay`; set both",
+            ),
+            (
+                "target_parallel",
+                self.target_parallel > 1 and (self.states or self.kind == "dspark"),
+                "is not for states (which need no layers of the target), nor kind dspark",
             ),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]

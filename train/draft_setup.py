@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from draftsmith.core.divided_target import is_divided
 from draftsmith.core.errors import InputError, first_line
 from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import make_dir, read_json
@@ -20,7 +21,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.ranks import from_main, say
+from draftsmith.core.ranks import groups, own_group, say, with_target
 from draftsmith.core.record import RECORD
 from draftsmith.core.state_files import (
     FeatureCache,
@@ -195,7 +196,7 @@ def _draft_vocab(
     if target is None or config.states is not None:
         return commonest_tokens(training.response_counts, size)
     texts = (row["prompt_ids"] + row["response_ids"] for row in training.rows)
-    return from_main(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
+    return with_target(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
 
 
 def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
@@ -270,14 +271,18 @@ def feature_cache(
         f"which {limit_gib:g} may be used (head.features_gib) and {free / 2**30:.1f} are free"
     )
     assert config.target is not None
+    digest = checkpoint_digest(config.target, config.revision)
+    if is_divided(target):
+        # Sums that are made in shares round otherwise.
+        digest = f"{digest}/{config.target_parallel}"
     return FeatureCache(
         options.features,
-        fingerprint=checkpoint_digest(config.target, config.revision),
+        fingerprint=digest,
         layers=state_names(target, layers),
         dtype=target.dtype,
         max_bytes=int(limit_gib * 2**30),
-        process=job.world.rank,
-        processes=job.world.size,
+        process=own_group(),
+        processes=groups(),
     )
 
 

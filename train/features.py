@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.core.divided_target import all_have
 from draftsmith.core.hidden_states import body_states, layout_of
 from draftsmith.core.state_files import FeatureCache, StoredStates, cached_layers
 from draftsmith.train.batch import IGNORE, Batch, forward_options, packing_method
@@ -102,7 +103,8 @@ class FrozenTarget:
                 first = int((labels_T != IGNORE).nonzero()[0])
                 key = first, *key
             states_LTH = kept.get(key)
-            if states_LTH is None:
+            found = all_have(self.model, states_LTH is not None)
+            if states_LTH is None or not found:
                 assert not isinstance(kept, StoredStates)
                 # Alone: others in its batch would change its rounding.
                 with torch.autocast(ids_T.device.type, enabled=False):

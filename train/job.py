@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from draftsmith.core.io import JsonObject
+from draftsmith.core.ranks import groups
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import Examples
@@ -36,7 +37,7 @@ class TrainingJob:
 
     @property
     def rows_per_step(self) -> int:
-        return self.config.batch_size * self.config.accumulation * self.world.size
+        return self.config.batch_size * self.config.accumulation * groups()
 
     @property
     def steps(self) -> int:
@@ -65,8 +66,9 @@ class TrainingJob:
         """How this run divides the rows of a step."""
         config = self.config
         world = self.world
+        together = f"groups of {world.size // groups()} " if groups() < world.size else ""
         return (
-            f"{config.batch_size} x {config.accumulation} x {world.size} processes "
+            f"{config.batch_size} x {config.accumulation} x {groups()} {together}processes "
             f"({world.sharing})"
         )
 

@@ -19,6 +19,7 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.errors import RunError
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
+from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.signals import StopSignal
 from draftsmith.core.state_files import FeatureCache
 from draftsmith.decode.propose import CHAIN
@@ -56,7 +57,6 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     `curves`.
     """
     config = job.config
-    accelerator = job.world.accelerator
     batches = make_batches(job, step)
     if job.cuts:
         rate = shortened_rate(config.optim, step, job.steps, job.cuts)
@@ -68,15 +68,15 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
         if "multiple" in group:
             rates["muon_lr"] = group["lr"]
     counts = torch.stack([wrapped.trainee.count(batch) for batch in batches])
-    valid = int(accelerator.reduce(counts.sum(), reduction="sum"))
+    valid = int(job.world.total(counts.sum()))
     vectors = []
     for index, batch in enumerate(batches):
         with wrapped.accumulating(last=index == len(batches) - 1):
             sums = wrapped.module(batch)
-            # The wrappers average gradients over processes. Multiply by their number to get the
-            # sum, and divide by the number of valid tokens of all processes: the loss is per token,
-            # not per process or batch (law 6).
-            wrapped.backward(sums.loss * (job.world.size / max(valid, 1)))
+            # The wrappers average gradients over processes, which are equal within a group.
+            # Multiply by the number of groups to get the sum, and divide by the number of valid
+            # tokens of all: the loss is per token, not per process or batch (law 6).
+            wrapped.backward(sums.loss * (groups() / max(valid, 1)))
         vectors.append(sums.to_vector())
     totals = _add_up(job.world, vectors)
     loss = float(totals.loss) / max(valid, 1)
@@ -93,7 +93,7 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
 def _add_up(world: World, vectors: list[Tensor]) -> LossSums:
     # In the order of the batches, which decides how the sum rounds; then over the processes.
     vector = sum(vectors[1:], vectors[0])
-    return LossSums.from_vector(world.accelerator.reduce(vector, reduction="sum"))
+    return LossSums.from_vector(world.total(vector))
 
 
 @torch.no_grad()
@@ -106,11 +106,11 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
     longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
     size = job.config.batch_size
     batches = [longest[i : i + size] for i in range(0, len(longest), size)]
-    rounds = math.ceil(len(batches) / world.size)
+    rounds = math.ceil(len(batches) / groups())
     vectors = []
     # Sharded weights require the same number of forwards in every process: one with fewer batches
     # repeats the last batch, which does not count.
-    for index in range(world.rank, rounds * world.size, world.size):
+    for index in range(own_group(), rounds * groups(), groups()):
         rows = batches[min(index, len(batches) - 1)]
         batch = collate(job.heldout, rows).to(world.device)
         vector = wrapped.module(batch).to_vector()

@@ -98,9 +98,12 @@ def in_words(config: TrainConfig) -> list[str]:
 
 
 def _held(config: TrainConfig, target: PreTrainedModel) -> int:
-    """Bytes of the target; of one whose states are in files, without its layers."""
-    layers = repeated_layers(target) if config.states is not None else []
-    return memory_bytes(target) - sum(map(memory_bytes, layers))
+    """Bytes of the target: its layers, of which a process may have a share, or none where their
+    states are in files; and its tables.
+    """
+    layers = sum(map(memory_bytes, repeated_layers(target)))
+    tables = memory_bytes(target) - layers
+    return tables + (0 if config.states else layers // config.target_parallel)
 
 
 def _fix(config: TrainConfig, memory: Memory) -> str:
@@ -113,6 +116,9 @@ def _fix(config: TrainConfig, memory: Memory) -> str:
     halved = config.dtype == "auto" and forecast(replace(config, dtype="bfloat16")).fits
     if halved:
         return "halve the target by --dtype bfloat16"
+    for count in (2, 4, 8):
+        if launched() % count == 0 and forecast(replace(config, target_parallel=count)).fits:
+            return f"divide the target by --target_parallel {count}"
     return "read the target's states from files (distill --states), or take a smaller pair"
 
 

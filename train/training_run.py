@@ -37,7 +37,7 @@ from draftsmith.core.options import (
 )
 from draftsmith.core.prompts import write_prompt_hashes
 from draftsmith.core.provenance import provenance
-from draftsmith.core.ranks import from_main, is_main, on_main, say
+from draftsmith.core.ranks import from_main, is_main, on_main, own_group, say
 from draftsmith.core.record import RECORD, read_record, train_longer
 from draftsmith.core.runs import Run, claim, kept_identity
 from draftsmith.core.sampling import row_seed
@@ -269,7 +269,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     trainee = draft_setup.make_trainee(job, draft)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop
     # the same units.
-    torch.manual_seed(row_seed(config.seed, f"process {job.world.rank}"))
+    torch.manual_seed(row_seed(config.seed, f"process {own_group()}"))
     return _Prepared(job, trainee)
 
 
@@ -378,8 +378,10 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> JsonObject:
         **provenance(command, asdict(config) | {"objective": objective}),
     }
 
+    # By all, because the target chooses the tokens that a head drafts.
+    best = draft_setup.build(config, job.target, job.training)
+
     def write() -> None:
-        best = draft_setup.build(config, job.target, job.training)
         load_weights(best, done.best)
         if isinstance(best, DraftVocabulary):
             best.read_draft_vocab()

@@ -21,6 +21,7 @@ from draftsmith.core.launcher import (
     process_group_options,
     wait_for_all,
 )
+from draftsmith.core.ranks import leads_group
 from draftsmith.core.signals import interruptible
 from draftsmith.train.config import TrainConfig
 
@@ -64,6 +65,12 @@ class World:
     @property
     def rank(self) -> int:
         return int(self.accelerator.process_index)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes; those that hold a target together count once."""
+        own = values if leads_group() else torch.zeros_like(values)
+        summed: torch.Tensor = self.accelerator.reduce(own, reduction="sum")
+        return summed
 
     @property
     def is_main(self) -> bool:

@@ -19,6 +19,7 @@ from draftsmith.core.ranks import (
     FAILED,
     check_launcher,
     have_met,
+    hold_together,
     launched,
     launcher_error,
     meet,
@@ -152,7 +153,10 @@ def tell_other_machines(reason: str) -> None:
 
 
 def agree_on(config: object) -> None:
-    """Raise InputError if the processes have other options, versions or ways to share weights."""
+    """Raise InputError if the processes have other options, versions or ways to share weights.
+    From then on work is divided as the options say.
+    """
+    hold_together(getattr(config, "target_parallel", 1))
     if launched() > 1:
         agree({"config": for_all(config), "versions": versions(), "sharing": launcher_request()})
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import safe_open
@@ -18,10 +19,12 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.hub import cached_file
 
 from draftsmith.core.devices import resolve_device
+from draftsmith.core.divided_target import divided, is_divided, own_share, whole
 from draftsmith.core.errors import InputError, require_package
 from draftsmith.core.hidden_states import some_tokens, without_layers
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
+from draftsmith.core.ranks import from_each
 from draftsmith.core.record import check_weights
 from draftsmith.core.settings import Quantize as Quantize, dtype_called
 from draftsmith.core.sources import check_source, no_model
@@ -38,6 +41,7 @@ _NOT_ARCHITECTURE = (
     "use_cache",
     "architectures",
     "quantization_config",
+    "distributed_config",
 )
 
 
@@ -51,6 +55,7 @@ def load_model(
     quantize: Quantize | None = None,
     revision: str | None = None,
     layers: bool = True,
+    target_parallel: int = 1,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled
     weights are read with `weights_only=True`, which runs no code.
@@ -61,6 +66,7 @@ def load_model(
     accelerator. Such a model stays on its device.
     revision: branch, tag or commit on the hub. layers: False for embedding, final norm and output
     projection alone, in 16 bits where the layers have fewer; hidden states then come from files.
+    target_parallel: how many neighbouring processes hold the model together; all must call this.
     Raise InputError for a name that is not a loadable model, missing weights, and values that are
     not finite.
     """
@@ -85,9 +91,13 @@ def load_model(
     count = 0
     try:
         with offline_if_unreachable(name):
+            if target_parallel > 1:
+                options["distributed_config"] = divided(name, target_parallel, options)
             if not layers:
                 count = _leave_out_layers(name, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(
             f"{name}: no causal language model could be loaded: {why_not(name, error)}"
@@ -125,7 +135,12 @@ def _check_values(name: str, model: Any) -> None:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     check_causal(model)
-    check_finite(name, model)
+    if is_divided(model):
+        from_each(lambda: check_finite(name, model))
+        # Later, some processes may need it alone.
+        _fingerprints[model] = fingerprint(model)
+    else:
+        check_finite(name, model)
     _check_logits(name, model)
 
 
@@ -217,8 +232,9 @@ def check_finite(name: str, model: nn.Module) -> None:
             continue
         # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can
         # also overflow.
-        total = weight.sum(dtype=torch.float32)
-        if not total.isfinite() and not weight.isfinite().all():
+        share = own_share(weight)
+        total = share.sum(dtype=torch.float32)
+        if not total.isfinite() and not share.isfinite().all():
             raise InputError(
                 f"{name}: its weight {key} holds NaN or inf; the checkpoint is damaged, copy it "
                 "again"
@@ -341,6 +357,9 @@ def architecture(config: JsonObject) -> JsonObject:
     }
 
 
+_fingerprints: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits that change with the architecture or the weights.
 
@@ -349,6 +368,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     M values take every n-th, about 4 M of them: a change to a few values of a large matrix can go
     unseen, and a 70B model takes minutes instead of an hour.
     """
+    if model in _fingerprints:
+        return _fingerprints[model]
     config = architecture(model.config.to_dict())
     names = [name for name, _ in model.named_parameters()]
     # Read one by one through their modules, because decoders keep weights packed
@@ -362,7 +383,7 @@ def hash_tensors(config: JsonObject, tensors: Iterable[tuple[str, Tensor]]) -> s
     """16 hex digits of a configuration and named tensors, sampled as `fingerprint` says."""
     digest = hashlib.sha256(canonical_json(config).encode())
     for name, tensor in tensors:
-        parts = {name: tensor.data}
+        parts = {name: whole(tensor.data)}
         parts |= {f"{name}.{key}": value for key, value in _scales(tensor).items()}
         for part, values in parts.items():
             heading = f"{part}{tuple(values.shape)}"

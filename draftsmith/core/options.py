@@ -235,6 +235,16 @@ class TargetOptions(ModelOptions, RevisionOptions):
 
 
 @options
+class LargeTargetOptions(TargetOptions):
+    """How models are loaded."""
+
+    target_parallel: Rare[NotIdentity[AtLeast1]] = 1
+    """For a target that fits no device: this many neighbouring processes of a launch hold it
+    together, and rows are divided over groups of them.
+    """
+
+
+@options
 class SamplingOptions:
     """How tokens are sampled."""
 

@@ -28,6 +28,8 @@ T = TypeVar("T")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Key of the first failure.
 FAILED = "draftsmith/failed"
+# Neighbouring ranks that hold one target together.
+_together = 1
 # Whether the main process is in `from_main`.
 _others_wait = False
 # Where the processes that met count their failures.
@@ -39,6 +41,31 @@ _error_of_all: Exception | None = None
 def launched() -> int:
     """Number of processes that the launcher started (environment variable WORLD_SIZE)."""
     return max(1, _number("WORLD_SIZE", 1))
+
+
+def hold_together(count: int) -> None:
+    """Let groups of `count` neighbouring processes hold one target each: all processes of a group
+    do the same work.
+    """
+    global _together
+    _together = count
+
+
+def groups() -> int:
+    """Over how many groups of processes work is divided: all processes, unless some hold a target
+    together.
+    """
+    return max(1, launched() // _together)
+
+
+def own_group() -> int:
+    """The group of this process."""
+    return _rank() // _together
+
+
+def leads_group() -> bool:
+    """Whether this process writes what its group made."""
+    return _rank() % _together == 0
 
 
 def _rank() -> int:
@@ -181,6 +208,13 @@ def from_main(work: Callable[[], T]) -> T:
     return cast(T, result)
 
 
+def with_target(work: Callable[[], T]) -> T:
+    """Run `work`, which calls the target, on the main process while the others wait; in all of
+    them, where they hold it together.
+    """
+    return from_main(work) if groups() == launched() else work()
+
+
 def from_each(work: Callable[[], T]) -> list[T]:
     """Run `work` in every process; return all results, by rank, in all of them.
 
@@ -207,8 +241,8 @@ def from_each(work: Callable[[], T]) -> list[T]:
 
 
 def divided(count: int, work: Callable[[int], T]) -> list[T]:
-    """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one of them,
-    in turn.
+    """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one group
+    of them, in turn.
 
     All processes must call it with the same `count`; it waits for the slowest. An InputError or
     RunError of one process is raised in all. Within `from_main`, where the others wait, the main
@@ -218,7 +252,7 @@ def divided(count: int, work: Callable[[int], T]) -> list[T]:
         return [work(index) for index in range(count)]
     merged: dict[int, T] = {}
     for part in from_each(
-        lambda: {index: work(index) for index in range(_rank(), count, launched())}
+        lambda: {index: work(index) for index in range(own_group(), count, groups())}
     ):
         merged |= part
     return [merged[index] for index in range(count)]

@@ -48,7 +48,7 @@ from draftsmith.core.io import (
     writing,
 )
 from draftsmith.core.launcher import as_typed, without_fsdp_variable
-from draftsmith.core.ranks import check_launcher, from_each, from_main, on_main
+from draftsmith.core.ranks import check_launcher, from_each, from_main, leads_group, on_main
 from draftsmith.core.signals import StopSignal, Terminated, terminable
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     """
 
     def __init__(self, path: Path, head: object = None) -> None:
-        self.path = path
+        # Processes that hold a target together read the same rows, and one writes.
+        self.path = path if leads_group() else Path(os.devnull)
         lines, self.rows = _whole_lines(path)
         first = [] if head is None else [_json_line(head)]
         if lines[: len(first)] != first:
@@ -166,8 +167,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         del self.rows[: len(first)]
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
-            self._file.truncate(sum(map(len, lines)))
+            self._file = self.path.open("ab")
+            if leads_group():
+                self._file.truncate(sum(map(len, lines)))
             if not lines:
                 self._file.writelines(first)
 
@@ -184,7 +186,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def remove(self) -> None:
         self.close()
-        self.path.unlink(missing_ok=True)
+        if leads_group():
+            self.path.unlink(missing_ok=True)
 
 
 def journal_rows(path: Path) -> list[Any]:

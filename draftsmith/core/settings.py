@@ -76,8 +76,8 @@ Quantize = Literal["none", "nf4"]
 
 def loading(config: object) -> dict[str, Any]:
     """Return the options that `load_model` and `load_models` take for a command's target."""
-    keys = ("device", "dtype", "trust_remote_code", "revision")
-    return {key: getattr(config, key) for key in keys}
+    keys = ("device", "dtype", "trust_remote_code", "revision", "target_parallel")
+    return {key: getattr(config, key) for key in keys if hasattr(config, key)}
 
 
 def tokenizing(config: object) -> dict[str, Any]:

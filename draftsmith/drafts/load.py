@@ -85,14 +85,15 @@ def load_models(
     chat_template: str | None = None,
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
+    target_parallel: int = 1,
 ) -> LoadedModels:
     """Load a target and any number of drafts, and check that they belong together.
 
     target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which
     are then their names (a second one of the same source is `SOURCE#2`). quantize_draft: default
     `quantize`; heads are never quantised. dtype: "auto" is as `load_model` says; drafts follow the
-    target. revision: the target's branch, tag or commit on the hub. chat_template: a Jinja file in
-    place of its own. tokenizer: the target's, if loaded.
+    target. target_parallel: as `load_model` says. revision: the target's branch, tag or commit on
+    the hub. chat_template: a Jinja file in place of its own. tokenizer: the target's, if loaded.
     heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens
     that both have. Raises InputError for what does not fit: a draft of another vocabulary, a head
     made for another target.
@@ -111,7 +112,14 @@ def load_models(
     if tokenizer is None:
         tokenizer = load_tokenizer(target, trust_remote_code, chat_template, revision)
     options: JsonObject = {"device": device, "trust_remote_code": trust_remote_code}
-    model = load_model(target, **options, dtype=dtype, quantize=quantize, revision=revision)
+    model = load_model(
+        target,
+        **options,
+        dtype=dtype,
+        quantize=quantize,
+        revision=revision,
+        target_parallel=target_parallel,
+    )
     check_tokenizer(target, model, tokenizer)
     loaded: dict[str, Draft] = {}
     for name, source in drafts.items():
