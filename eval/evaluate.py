@@ -97,8 +97,9 @@ def evaluate_request(request: EvalRequest) -> Results:
         work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1
-        busy = remarks.of_timing(rows.timing_conditions(measured, cpus), cpus)
-        notes += announce(busy, strict=False)
+        late = remarks.of_timing(rows.timing_conditions(measured, cpus), cpus)
+        late += remarks.of_outputs(measured.decodings, models["target"]["dtype"])
+        notes += announce(late, strict=False)
 
         def write() -> None:
             document = _document(work, measured, notes, given=given, started=started)
@@ -110,8 +111,8 @@ def evaluate_request(request: EvalRequest) -> Results:
         on_main(write)
     atexit.register(leave_processes)
     results = Results.load(out)
-    if given.strict and busy:
-        raise RunError(f"--strict: {busy[0]['text']}; {out} has the results")
+    if given.strict and late:
+        raise RunError(f"--strict: {late[0]['text']}; {out} has the results")
     results.require(*given.require)
     return results
 

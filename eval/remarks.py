@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -20,6 +21,8 @@ from draftsmith.core.ranks import say
 from draftsmith.decode.native import missing_kernel
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import other_targets
+from draftsmith.eval.decoding import Identity
+from draftsmith.eval.method import Method
 from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
 from draftsmith.eval.suites import Suite
 
@@ -34,6 +37,9 @@ ENOUGH = 32
 # On a quiet machine, the interquartile range of the target's timings is at most this share of their
 # median.
 SPREAD = 0.15
+# The largest logit gap that rounding can flip, by dtype: a few units in the last digit of a logit
+# of 32.
+TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 
 
 def announce(remarks: Iterable[Remark], *, strict: bool) -> list[Remark]:
@@ -194,6 +200,27 @@ def loaded(load: Sequence[float], cpus: int) -> bool:
     on all processors.
     """
     return max(load, default=0.0) > cpus + 1
+
+
+def of_outputs(
+    decodings: Mapping[tuple[str, float, str, Method], Mapping[str, Any]], dtype: str
+) -> Iterator[Remark]:
+    """Find lossless verifiers with which outputs at temperature 0 are not the target's own, by more
+    than rounding in `dtype`.
+    """
+    checks: dict[str, list[Identity]] = defaultdict(list)
+    for (*_, method), counts in decodings.items():
+        if method.lossless and counts["identical"] is not None:
+            checks[method.verifier].append(counts["identical"])
+    for verifier, found in checks.items():
+        gap = max(check["largest_gap"] or 0.0 for check in found)
+        if gap > TIES.get(dtype, TIES["float32"]):
+            outputs = sum(check["of"] for check in found)
+            other = outputs - sum(check["same"] for check in found)
+            text = f"verifier {verifier}: {other} of {counted(outputs, 'output')} at temperature 0 "
+            text += f"differ from the target's own, where its logits are up to {gap:.2g} apart in "
+            text += f"{dtype}, more than rounding explains; it is not lossless"
+            yield Remark(about="outputs", text=text)
 
 
 def of_timing(conditions: Sequence[Conditions], cpus: int) -> list[Remark]:

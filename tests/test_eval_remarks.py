@@ -12,6 +12,7 @@ from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from draftsmith.demo.widen import widen
 from draftsmith.eval import remarks
+from draftsmith.eval.method import Method
 from draftsmith.eval.schema import Conditions, ModelRow, SuiteKind
 from draftsmith.eval.suites import Suite
 
@@ -150,3 +151,23 @@ def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(
     assert remark["about"] == "missing_kernel" and remark["text"].endswith(
         "without its compiled kernel: no compiler"
     )
+
+
+def test_outputs_that_differ_from_the_targets_own_are_named_once_by_verifier():
+    def compared(same: int, gap: float | None) -> dict[str, object]:
+        return {"identical": {"same": same, "of": 4, "largest_gap": gap}}
+
+    chain, tree = Method("chain:3", "exact"), Method("kary:2,2", "exact")
+    decodings: dict[tuple[str, float, str, Method], dict[str, object]] = {
+        ("prose", 0.0, "base", chain): compared(1, 1.5),
+        ("prose", 0.0, "mine", tree): compared(4, None),
+        ("prose", 1.0, "base", chain): {"identical": None},
+        ("prose", 0.0, "base", Method("chain:3", "typical")): compared(0, 9.0),
+    }
+    (remark,) = remarks.of_outputs(decodings, "float32")
+    assert remark["text"] == (
+        "verifier exact: 3 of 8 outputs at temperature 0 differ from the target's own, where its "
+        "logits are up to 1.5 apart in float32, more than rounding explains; it is not lossless"
+    )
+    decodings["prose", 0.0, "base", chain] = compared(3, 0.9)
+    assert not list(remarks.of_outputs(decodings, "bfloat16"))

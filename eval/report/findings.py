@@ -11,13 +11,10 @@ from draftsmith.core.record import still_rising
 from draftsmith.eval.decision import Cell, Decision, Setting, Shortfall, Tokens, decide, listed
 from draftsmith.eval.formats import number, percent, points, sign, tree_name, with_interval
 from draftsmith.eval.method import decode_options
+from draftsmith.eval.remarks import TIES
 from draftsmith.eval.report import WORDS
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import BUSY, Row, SuiteKind
-
-# The largest logit gap that rounding can flip, by dtype: a few units in the last digit of a logit
-# of 32.
-TIES = {"float32": 2e-3, "float16": 0.15, "bfloat16": 1.0}
 
 
 def lead(results: ResultsTable) -> "Lead":
