@@ -245,9 +245,9 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
         objective = custom_objective(loss, config.loss_temperature)
     check_tracker(config.tracker)
     world = make_world(config)
+    config = replace(config, optim=_with_name(config, zero=world.zero))
     for line in memory.in_words(config):
         say(f"train: {line}")
-    config = replace(config, optim=_with_name(config, zero=world.zero))
     tokenizer = _tokenizer(config)
     date = _date(config, tokenizer)
     options: JsonObject = loading(config) | {"device": str(world.device)}

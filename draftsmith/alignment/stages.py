@@ -155,8 +155,10 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     earlier = None if config.distilled is None else earlier_run(config.distilled)
     if earlier is not None:
         config = as_earlier(config, earlier)
-    for line in memory.in_words(expected_training(config)):
-        say(line)
+    # Before the models are loaded, only what does not fit is said.
+    size, *too_large = memory.in_words(expected_training(config)) or [""]
+    if too_large:
+        say(f"{size}\n{too_large[0]}")
     with waiting("align: reads the target and the prompts"):
         models = load(config)
         config = replace(config, date=fix_date(models.tokenizer, config.date))
@@ -167,6 +169,8 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     # Refuse now what a later stage would refuse, before anything is written.
     stages = stages_of(usual)
     check(stages.evaluation)
+    if size and not too_large:
+        say(size)
     if earlier is not None:
         check_same(usual, earlier, models.target)
     ids = [prompt.ids for prompt in prompts.prompts]
