@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         BatchOutput as BatchOutput,
         SpeculativeDecoder as SpeculativeDecoder,
     )
+    from draftsmith.decode.lossless import check_lossless as check_lossless
     from draftsmith.decode.packed_weights import take_over as take_over
     from draftsmith.decode.propose.draft_model import DraftModelProposer as DraftModelProposer
     from draftsmith.decode.propose.head_proposers import HeadProposer as HeadProposer
@@ -86,6 +87,7 @@ _LATER = {
     "StopStrings": "batch_run",
     "TreeBatch": "tree_batch",
     "Verdict": "verify.tree_walk",
+    "check_lossless": "lossless",
     "take_over": "packed_weights",
     "takes_trees": "supported_models",
 }

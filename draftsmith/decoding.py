@@ -14,6 +14,7 @@ from draftsmith.decode import (
     TreeBatch as TreeBatch,
     Verdict as Verdict,
     Verifier as Verifier,
+    check_lossless as check_lossless,
     parse_tree as parse_tree,
     take_over as take_over,
 )

@@ -1,16 +1,14 @@
-"""The exact law of a tiny model's continuations, and the chi-square test of outputs against a
-law.
-"""
+"""The exact law of a tiny model's continuations."""
 
 import itertools
 from collections.abc import Sequence
 
 import torch
-from scipy.stats import chi2
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.sampling import Sampling, probs
+from draftsmith.decode.lossless import chi_square as chi_square
 
 
 @torch.inference_mode()
@@ -32,20 +30,3 @@ def counts_of(outputs: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     length = ids.shape[1]
     code = (ids * vocabulary ** torch.arange(length - 1, -1, -1)).sum(1)
     return torch.bincount(code, minlength=vocabulary**length)
-
-
-def chi_square(counts: Tensor, distribution: Tensor, significance: float = 1e-4) -> float:
-    """Chi-square over its critical value; infinite if something impossible came. Cells below 8
-    draws are pooled.
-    """
-    counts = counts.double()
-    if float(counts[distribution == 0].sum()):
-        return float("inf")
-    expected = distribution / distribution.sum() * counts.sum()
-    large = expected >= 8
-    seen = torch.cat([counts[large], counts[~large].sum().unsqueeze(0)])
-    wanted = torch.cat([expected[large], expected[~large].sum().unsqueeze(0)])
-    used = wanted > 0
-    value = float(((seen[used] - wanted[used]) ** 2 / wanted[used]).sum())
-    freedom = int(used.sum()) - 1
-    return value / float(chi2.ppf(1 - significance, freedom)) if freedom else value

@@ -5,7 +5,9 @@ and no rule beats the transport bound.
 Legend: B rows, E nodes with children, M nodes with the root, V = 4 tokens, L = 3 tokens of output.
 """
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,26 +16,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.core.sampling import (
-    draw,
-    draw_top_and_one,
-    draw_with_replacement,
-    draw_without_replacement,
-    generator,
+from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.sampling import generator
+from draftsmith.decode.lossless import (
+    BUSHY,
+    CHAIN,
+    VOCABULARY as VOCAB,
+    check_lossless,
+    chi_square,
+    outputs,
+    propose as propose_rows,
+    verify,
+    world,
 )
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.transport_bound import optimal_acceptance
 from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch, grow_batch
-from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify import VERIFIERS
 from draftsmith.decode.verify.siblings import _try_without_replacement
 from draftsmith.decode.verify.tree_walk import Verdict, residual
-from tests.chi_square import chi_square
 
-VOCAB, LENGTH, ROWS = 4, 3, 6_000
+LENGTH, ROWS = 3, 6_000
 CPU = torch.device("cpu")
-CHAIN = Tree((-1, 0))
-BUSHY = Tree((-1, -1, -1, 0, 0, 1))
 DRAWINGS: list[Drawing] = [
     "with_replacement",
     "without_replacement",
@@ -44,150 +49,7 @@ LOSSLESS = [name for name, verifier in VERIFIERS.items() if verifier.lossless]
 PAIRS = [(name, drawing) for name in LOSSLESS for drawing in VERIFIERS[name].drawings]
 
 
-@dataclass(frozen=True)
-class World:
-    """Distributions after every prefix: `p[d]` is `[V ** d, V]`, `q[d]` `[drafts, V ** d, V]`."""
-
-    p: list[Tensor]
-    q: list[Tensor]
-
-    def distribution(self) -> Tensor:
-        """Probability of each output, `[V ** L]`."""
-        distribution = torch.ones(1, dtype=torch.double)
-        for p in self.p:
-            distribution = (
-                distribution.unsqueeze(1) * (p.double() / p.double().sum(1, keepdim=True))
-            ).flatten()
-        return distribution
-
-
-def truncated(distribution: Tensor, count: int) -> Tensor:
-    """Only the `count` most probable tokens, as top-k leaves them."""
-    best = distribution.topk(count, dim=-1)
-    kept = torch.zeros_like(distribution).scatter_(-1, best.indices, best.values)
-    return kept / kept.sum(-1, keepdim=True)
-
-
-def world(
-    kind: str, seed: int = 0, drafts: int = 1, vocab: int = VOCAB, length: int = LENGTH
-) -> World:
-    random = generator(seed)
-
-    def distributions(scale: float, *shape: int) -> Tensor:
-        return (torch.randn(*shape, vocab, generator=random) * scale).softmax(-1)
-
-    p = [distributions(1.2, vocab**depth) for depth in range(length)]
-    q = [distributions(1.2, drafts, vocab**depth) for depth in range(length)]
-    half = torch.arange(vocab) < vocab // 2
-    if kind == "one-hot p":
-        p = [truncated(distribution, 1) for distribution in p]
-    elif kind == "one-hot q":
-        q = [truncated(distribution, 1) for distribution in q]
-    elif kind == "disjoint":
-        p, q = (
-            [distribution * half for distribution in p],
-            [distribution * ~half for distribution in q],
-        )
-        p, q = (
-            [distribution / distribution.sum(-1, keepdim=True) for distribution in each]
-            for each in (p, q)
-        )
-    elif kind == "truncated":
-        p, q = (
-            [truncated(distribution, 3) for distribution in p],
-            [truncated(distribution, 2) for distribution in q],
-        )
-    elif kind == "equal":
-        q = [distribution.expand(drafts, -1, -1) for distribution in p]
-    elif kind == "rounded":
-        # fp32 distributions need not sum to one.
-        p, q = (
-            [distribution * (1 + 4e-6) for distribution in p],
-            [distribution * (1 - 4e-6) for distribution in q],
-        )
-    return World(p, q)
-
-
-KINDS = ["random", "one-hot p", "one-hot q", "disjoint", "truncated", "equal", "rounded"]
-
-
-def children(drawing: Drawing, q_BdV: Tensor, count: int, random: torch.Generator) -> Tensor:
-    """Siblings `[B, count]` from the distributions of one node."""
-    rows, drafts = q_BdV.shape[:2]
-    u = torch.rand(rows, count, generator=random, dtype=torch.double)
-    if drawing == "with_replacement":
-        return torch.cat(
-            [draw_with_replacement(q_BdV[:, k % drafts], u[:, k : k + 1]) for k in range(count)],
-            dim=1,
-        )
-    if drawing == "without_replacement":
-        return draw_without_replacement(q_BdV[:, 0], u)
-    if drawing == "top_and_one":
-        return draw_top_and_one(q_BdV[:, 0], u[:, 0], count)
-    best = q_BdV[:, 0].topk(count, dim=-1)
-    return best.indices.masked_fill(best.values == 0, -1)
-
-
-def propose(
-    world: World, tree: Tree, drawing: Drawing, rows: int = ROWS, seed: int = 1
-) -> tuple[Proposal, Tensor]:
-    """A proposal drawn as the world's draft would, and the target's distributions at all nodes."""
-    random = generator(seed)
-    tokens_BM = torch.full((rows, tree.size + 1), -1)
-    code_BM = torch.zeros(rows, tree.size + 1, dtype=torch.long)
-    depth_of = (0, *tree.depths)
-    p_BMV = torch.stack([world.p[0].expand(rows, -1)] * (tree.size + 1), dim=1).clone()
-    distributions: list[Tensor] = []
-    for node, below in enumerate(tree.children):
-        p_BMV[:, node] = world.p[depth_of[node]][code_BM[:, node]]
-        if not below:
-            continue
-        q_BdV = world.q[depth_of[node]][:, code_BM[:, node]].transpose(0, 1)
-        distributions += list(q_BdV.unbind(1))
-        tokens = children(drawing, q_BdV, len(below), random)
-        if node:
-            tokens = tokens.masked_fill(tokens_BM[:, node : node + 1] < 0, -1)
-        tokens_BM[:, list(below)] = tokens
-        code_BM[:, list(below)] = code_BM[:, node : node + 1] * p_BMV.shape[2] + tokens.clamp(min=0)
-    q_BEV = None
-    if drawing != "deterministic":
-        q_BEV = (
-            torch.stack(distributions, dim=1)
-            if distributions
-            else torch.zeros(rows, 0, p_BMV.shape[2])
-        )
-    return Proposal(
-        TreeBatch.build(tree, CPU), tokens_BM, q_BEV, drawing, world.q[0].shape[0]
-    ), p_BMV
-
-
-def verify(verifier: Verifier, proposal: Proposal, p_BMV: Tensor, seed: int = 2) -> Verdict:
-    u_BU = torch.rand(
-        len(p_BMV), verifier.uniforms(proposal.tree), generator=generator(seed), dtype=torch.double
-    )
-    return verifier.run(proposal, p_BMV, u_BU)
-
-
-def outputs(world: World, verdict: Verdict) -> Tensor:
-    """How often each output came, `[V ** L]`: what a step emitted, continued by the target
-    alone.
-    """
-    vocab = world.p[0].shape[1]
-    random = generator(3)
-    code_B = torch.zeros_like(verdict.accepted_B)
-    for place in range(LENGTH):
-        own_B = draw(
-            world.p[place][code_B], torch.rand(len(code_B), generator=random, dtype=torch.double)
-        )
-        if place < verdict.tokens_BD1.shape[1]:
-            emitted_B = torch.where(
-                place <= verdict.accepted_B, verdict.tokens_BD1[:, place], own_B
-            )
-        else:
-            emitted_B = own_B
-        assert int(emitted_B.min()) >= 0 and int(emitted_B.max()) < vocab
-        code_B = code_B * vocab + emitted_B
-    return torch.bincount(code_B, minlength=vocab**LENGTH)
+propose = partial(propose_rows, rows=ROWS)
 
 
 def value(
@@ -199,16 +61,39 @@ def value(
     return chi_square(outputs(made, verify(verifier, proposal, p_BMV)), made.distribution())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_output_distribution_is_the_targets(name, drawing, kind):
-    assert value(name, drawing, kind) < 1
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_output_distribution_is_the_targets(name):
+    check_lossless(name, rows=ROWS)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSLESS if VERIFIERS[name].several_drafts])
-def test_siblings_of_several_drafts_give_the_targets_distribution(name):
-    for kind in ("random", "disjoint", "truncated"):
-        assert value(name, "with_replacement", kind, drafts=2) < 1
+def test_a_rule_that_is_not_lossless_is_named_with_its_tree_and_distributions():
+    rule = replace(VERIFIERS["typical"], drawings=("deterministic",))
+    with pytest.raises(RequirementError) as caught:
+        check_lossless(rule, rows=2_000)
+    assert len(caught.value.unmet) > 3
+    for line in caught.value.unmet:
+        assert re.fullmatch(
+            r"verifier typical: [\w -]+ distributions, siblings drawn 'deterministic' from 1 "
+            r"draft, tree of parents \([-\d, ]+\): chi-square is [\d.e+inf]+ times its limit; "
+            r"output \[\d, \d, \d\] came \d+ times of 2000, expected \d+",
+            line,
+        )
+
+
+def test_a_rule_that_errs_at_temperature_0_alone_is_named():
+    def second(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+        return VERIFIERS["exact"].run(proposal, p_BMV.flip(2) if u_BU is None else p_BMV, u_BU)
+
+    rule = replace(VERIFIERS["exact"], drawings=("deterministic",), chains_only=True, run=second)
+    with pytest.raises(RequirementError) as caught:
+        check_lossless(rule, rows=300)
+    assert len(caught.value.unmet) == 1 and "exact: temperature 0, tree" in str(caught.value)
+
+
+def test_a_verdict_that_does_not_fit_is_an_error():
+    rule = replace(VERIFIERS["exact"], run=lambda proposal, p_BMV, u_BU: None)  # type: ignore
+    with pytest.raises(InputError, match="verifier exact: expected a Verdict, got NoneType"):
+        check_lossless(rule, rows=10)
 
 
 @pytest.mark.parametrize(
