@@ -308,7 +308,7 @@ def count_greedy(server: Drafting, guess: Callable[[list[int]], int], ids: list[
 @pytest.mark.parametrize(
     ("kind", "value", "temperature"),
     [
-        ("repetition", 1.2, 0.0),
+        pytest.param("repetition", 1.2, 0.0, marks=SLOW),
         pytest.param("presence", 1.0, 0.0, marks=SLOW),
         pytest.param("frequency", 0.5, 0.0, marks=SLOW),
     ],

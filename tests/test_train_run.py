@@ -156,6 +156,7 @@ def test_a_run_that_has_begun_is_shortened_and_its_steps_stay_done(
     assert result(Path("draft")) == made
 
 
+@pytest.mark.slow
 def test_a_step_is_its_rows_however_they_are_divided(
     tmp_path, door, monkeypatch, distilled, draft_dir
 ):

@@ -10,6 +10,8 @@ from draftsmith.core.io import read_words
 
 # How alike an unknown name and the suggested one are.
 _ALIKE = 0.7
+# Characters of a name that is compared: comparing takes time by the square of it.
+_LONGEST = 100
 
 
 @cache
@@ -41,7 +43,7 @@ def _nearest_options(key: str, known: Sequence[str]) -> list[str]:
             return [ours]
         if inner := [name for name in known if name.endswith(f".{key}")]:
             return inner
-    if last in meant():
+    if last in meant() or len(key) > _LONGEST:
         return []
     near = difflib.get_close_matches(last, [_last(name) for name in known], n=1, cutoff=_ALIKE)
     if near:
