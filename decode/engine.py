@@ -157,6 +157,11 @@ class SpeculativeDecoder:
         if eos_ids is None:
             eos_ids = eos_of(self.target)
         self.check(prompts, max_new_tokens)
+        _check_options(sampling, eos_ids, stop)
+        if len(generators) != len(prompts):
+            raise ValueError(
+                f"generators: expected one per prompt, {len(prompts)}, got {len(generators)}"
+            )
         if not len(prompts):
             return BatchOutput([], 0.0, 0.0)
         say_ignored(str(self.target.name_or_path), self.target)
@@ -286,3 +291,12 @@ class SpeculativeDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
+
+
+def _check_options(sampling: object, eos_ids: object, stop: object) -> None:
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling: expected Sampling(temperature=...), got {sampling!r}")
+    if not isinstance(eos_ids, Collection) or isinstance(eos_ids, str):
+        raise ValueError(f"eos_ids: expected a list of token ids, got {eos_ids!r}")
+    if stop is not None and not callable(stop):
+        raise ValueError(f"stop: expected a function of token ids, got {stop!r}")

@@ -1,5 +1,6 @@
 """Parts of a decoder, for proposers, verifiers and trees of your own: `ds.decoding.Proposer`."""
 
+from draftsmith.core.sampling import Sampling as Sampling
 from draftsmith.decode import (
     PROPOSERS as PROPOSERS,
     TREES as TREES,
