@@ -223,7 +223,7 @@ def test_parts_that_do_not_fit_are_refused():
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):
-            decoder.generate([[1]], **options)
+            decoder.generate([[1]], max_new_tokens=4, **options)
     assert decoder.generate([], GREEDY, 4, []).generations == []
 
 
