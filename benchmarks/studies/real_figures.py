@@ -22,12 +22,17 @@ CHAIN = {"tree": "chain:4", "verifier": "speculative"}
 
 
 def write(
-    out: Path, name: str, drafts: Sequence[str], base: str, draw: Callable[[Figure, Look], None]
+    out: Path,
+    name: str,
+    drafts: Sequence[str],
+    base: str,
+    draw: Callable[[Figure, Look], None],
+    width: float = WIDTH,
 ) -> None:
     """OUT/NAME.png and NAME-dark.png, with the colours of these drafts."""
     for suffix, colours in (("", LIGHT), ("-dark", DARK)):
         with drawing(colours):
-            figure = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
+            figure = Figure(figsize=(width, HEIGHT), layout="constrained")
             draw(figure, Look(colours, roles_of(drafts, base)))
             write_png(figure, out / f"{name}{suffix}.png")
 
@@ -43,10 +48,11 @@ def command(results: Results, out: Path) -> None:
     names = {
         "base": "before",
         "jsd-plain": "aligned, plain",
-        "jsd-balanced": "aligned, balanced (the default)",
+        "jsd-balanced": "aligned, balanced",
     }
     draw = partial(_by_set, results, list(names), names)
-    write(out, "real-command", list(names), "base", draw)
+    # Narrow, so that a phone shows it.
+    write(out, "real-command", list(names), "base", draw, width=6.0)
 
 
 def align(bases: Mapping[str, Results], names: Mapping[str, str], out: Path) -> None:
