@@ -38,6 +38,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+# With SGD, whose steps follow the gradient: Adam's are as long where it is rounding alone.
+TRAINED = ["llama", "qwen3_moe"]
 EAGLE3 = "--kind eagle3 --head.test_steps 3 --draft_vocab_size 120 --head.features"
 PAIR = "--temperature 0 1 --tree chain:2 kary:2,2 --bootstrap 100 --speed_prompts 1"
 # A rank is killed at a step.
@@ -130,7 +132,7 @@ class Road:
         data = self.directory / f"{self.kind}-one"
         return (
             f"train {self.target} --data {data} --heldout {data} --max_length 40 --steps 3 "
-            f"--eval_every 2 --save_every 1 --batch_size {rows} --optim.lr 0.01 --objective fkl "
+            f"--eval_every 2 --save_every 1 --batch_size {rows} --optim.name sgd --optim.lr 0.3 --objective fkl "
             f"--out {self.out}-draft {what}"
         ).split()
 
@@ -154,7 +156,7 @@ def counted(out: Path) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.slow(60)
+@pytest.mark.slow(100)
 def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch, undrawn):
     """Distilled rows, losses and decoded tokens; a rank that is killed resumes. Teacher rows are
     rounded sums, which differ in shares.
@@ -167,8 +169,10 @@ def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch
         if kind == "llama":
             what = f"{EAGLE3} {families}/features-"
         door.ok(*one.distill())
-        door.ok(*one.train(what + "one" * (kind == "llama")))
         jobs.append({"words": [*two.distill(), "--target_parallel", "2"], "stop_at": None})
+        if kind not in TRAINED:
+            continue
+        door.ok(*one.train(what + "one" * (kind == "llama")))
         train = [*two.train(what + "two" * (kind == "llama")), "--target_parallel", "2"]
         if kind == "llama":
             jobs.append({"words": train, "stop_at": 2})
@@ -195,6 +199,7 @@ def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch
                 same_RK, close_RK, _ = unpack(other.pop(COLUMN))
                 assert row == other and (ids_RK == same_RK).mean() > 0.98
                 assert abs(logprobs_RK - close_RK).max() < 2e-2
+    for kind in TRAINED:
         one, two = (families / f"{kind}-{how}-draft" for how in ("one", "two"))
         close(two, one, atol=2e-4)
         for here, there in zip(metrics(two), metrics(one), strict=True):
