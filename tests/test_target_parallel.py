@@ -132,7 +132,8 @@ class Road:
         data = self.directory / f"{self.kind}-one"
         return (
             f"train {self.target} --data {data} --heldout {data} --max_length 40 --steps 3 "
-            f"--eval_every 2 --save_every 1 --batch_size {rows} --optim.name sgd --optim.lr 0.3 --objective fkl "
+            f"--eval_every 2 --save_every 1 --batch_size {rows} --optim.name sgd --optim.lr 0.3 "
+            "--objective fkl "
             f"--out {self.out}-draft {what}"
         ).split()
 
