@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.core.distilled_sets import set_file
 from draftsmith.core.errors import InputError, RunError, without_secrets
-from draftsmith.core.io import JsonObject, hash_json, read_json, read_manifest, sha256_file
+from draftsmith.core.io import JsonObject, hash_json, read_json, read_manifest
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import (
     check_tokenizer,
@@ -262,12 +263,11 @@ def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
     return ""
 
 
-def _set_rows(path: Path, digest: str, first: int) -> list[NumberedRow | Skipped]:
+def _set_rows(directory: Path, part: JsonObject, first: int) -> list[NumberedRow | Skipped]:
     """Read a part of a distilled set. first: number of its first row."""
-    if not path.is_file() or sha256_file(path) != digest:
-        raise InputError(f"{path}: is not the file that the manifest describes; copy it again")
     rows: list[NumberedRow | Skipped] = []
-    for number, stored in enumerate(pq.read_table(path).to_pylist(), first):
+    stored_rows = pq.read_table(set_file(directory, part)).to_pylist()
+    for number, stored in enumerate(stored_rows, first):
         row = {name: stored.get(name) for name in SCHEMA.names}
         rows.append(NumberedRow(number, [cast(SetRow, row)]))
     return rows
@@ -282,7 +282,7 @@ def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
     parts: list[AnswerPart] = []
     first = 1
     for part in manifest["parts"]:
-        rows = partial(_set_rows, directory / part["file"], part["sha256"], first)
+        rows = partial(_set_rows, directory, part, first)
         parts.append(AnswerPart(part["sha256"], rows))
         first += part["rows"]
     made = manifest.get("identity", {})

@@ -8,10 +8,10 @@ from contextlib import closing
 from itertools import chain, islice
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import body_states, layout_of
 from draftsmith.core.io import JsonObject, read_manifest
@@ -128,22 +128,15 @@ def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
 
     def lacking() -> Iterator[tuple[Key, Sequence[int]]]:
         nonlocal asked
-        for ids in chain.from_iterable(map(_rows, sets)):
+        columns = ["prompt_ids", "response_ids"]
+        for row in chain.from_iterable(set_rows(directory, columns) for directory in sets):
+            ids = [*row["prompt_ids"], *row["response_ids"]]
             if not states.has(ids):
                 asked += 1
                 yield Key(asked, 0, 0), ids
 
     ask(engine, lacking())
     return {"rows": states.expected, "asked": asked}
-
-
-def _rows(directory: str | Path) -> Iterator[list[int]]:
-    for part in read_manifest(Path(directory))["parts"]:
-        table = pq.read_table(
-            Path(directory) / part["file"], columns=["prompt_ids", "response_ids"]
-        )
-        for row in table.to_pylist():
-            yield [*row["prompt_ids"], *row["response_ids"]]
 
 
 def write_states(config: StatesConfig) -> JsonObject:

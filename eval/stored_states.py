@@ -5,8 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
+from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest, write_json_atomic
 from draftsmith.core.models import dtype_name, load_model
@@ -27,7 +26,15 @@ _RESAMPLES = 2000
 
 
 def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
-    """Measure alpha and predict tau of every draft on every set; write results.json."""
+    """Measure alpha and predict tau of every draft on every set; write states.json."""
+    with Run(config.out) as run:
+        run.begin()
+        figures = list(_measured(config))
+        write_json_atomic(run.out / "states.json", {"figures": figures})
+    return {"out": config.out, "figures": figures}
+
+
+def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     target = load_model(config.target, **loading(config), layers=False)
     options: dict[str, Any] = {"device": str(target.device), "dtype": dtype_name(target)}
     drafts = {source: load_draft(source, target, **options) for source in config.draft}
@@ -36,10 +43,9 @@ def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
     layers = cached_layers(sorted(set(chain.from_iterable(read))))
     states = StoredStates(config.states, target, digest, layers)
     methods = [Method(tree, "speculative") for tree in config.tree]
-    figures: list[JsonObject] = []
     for kind, sets in (("id", config.id), ("ood", config.ood)):
         for directory in sets:
-            rows = _rows(directory)
+            rows = [row for row in set_rows(directory) if row["prompt_ids"]]
             states.require(
                 [[*row["prompt_ids"], *row["response_ids"]] for row in rows], 2**31, directory
             )
@@ -54,17 +60,7 @@ def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
             )
             groups = [row["asked"] for row in rows]
             where = {"suite": Path(directory).name, "kind": kind}
-            figures += [where | figure for figure in _figures(measured, methods, groups)]
-    with Run(config.out) as run:
-        write_json_atomic(run.out / "states.json", {"figures": figures})
-    return {"out": config.out, "figures": figures}
-
-
-def _rows(directory: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for part in read_manifest(Path(directory))["parts"]:
-        rows += pq.read_table(Path(directory) / part["file"]).to_pylist()
-    return [row for row in rows if row["prompt_ids"]]
+            yield from (where | figure for figure in _figures(measured, methods, groups))
 
 
 def _sampling(directory: str, rows: list[dict[str, Any]]) -> Sampling:

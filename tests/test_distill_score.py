@@ -178,7 +178,7 @@ def test_rows_from_elsewhere(words, door, target_dir):
 def test_a_source_that_cannot_be_used(words, door):
     part = Path("plain/part-00001.parquet")
     part.write_bytes(part.read_bytes()[:-9])
-    assert f"{part}: is not the file that the manifest describes" in door.refused(*words)
+    assert f"{part}: is missing, or not the file in the manifest" in door.refused(*words)
     Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
     assert "plain: its manifest.json is not that of a distilled set" in door.refused(
         *words, "--out", "o"

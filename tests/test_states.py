@@ -5,6 +5,7 @@ Legend: T tokens, H hidden size.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -268,3 +269,8 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     assert [figure["kind"] for figure in figures] == ["id", "id", "ood", "ood"]
     said = door.refused(*words, "--id", tmp_path)
     assert "manifest.json" in said
+    copy = shutil.copytree(distilled, tmp_path / "damaged")
+    part = next(copy.glob("part-*.parquet"))
+    part.write_bytes(part.read_bytes() + b"x")
+    damaged = f"{part}: is missing, or not the file in the manifest"
+    assert damaged in door.refused(*words, "--id", copy)

@@ -20,8 +20,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.core.asked_hash import earlier_turns, group_ranks
+from draftsmith.core.distilled_sets import set_file
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import hash_json, read_json, read_manifest, sha256_file
+from draftsmith.core.io import hash_json, read_json, read_manifest
 from draftsmith.core.prompt_rows import iterate_records, parse_record
 from draftsmith.core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
 from draftsmith.core.ranks import say
@@ -184,13 +185,7 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
     manifest = read_manifest(directory)
     if tokenizer is not None:
         check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
-    parts = [directory / part["file"] for part in manifest["parts"]]
-    for path, part in zip(parts, manifest["parts"], strict=True):
-        if not path.is_file() or sha256_file(path) != part["sha256"]:
-            raise InputError(
-                f"{path}: is missing, or not the file in the manifest; copy the whole directory "
-                "again"
-            )
+    parts = [set_file(directory, part) for part in manifest["parts"]]
     names = [set(pq.read_schema(path).names) for path in parts]
     features = _FEATURES.copy()
     if all(COLUMN in part for part in names):
