@@ -1,5 +1,6 @@
 """What finishes a distilled set: the manifest that the parts add up to, the card, and copies."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from draftsmith.core.io import (
     canonical_json,
     checksum_file,
     hash_json,
+    kept_json,
     read_json,
     read_manifest,
     refuse_foreign,
@@ -137,7 +139,9 @@ def _reopen(out: Path) -> None:
 def _finish(
     out: Path, parts: int, identity: JsonObject, origin: JsonObject, tokenizer: Tokenizer
 ) -> None:
-    """Add up the parts and write card and manifest. Raise RunError if no row is left."""
+    """Add up the parts and write card and manifest, unless these are finished and say the same.
+    Raise RunError if no row is left.
+    """
     beyond = {*out.glob(_PARTS), *out.glob(_EMPTY)}
     for index in range(parts):
         beyond -= {part_path(out, index), empty_path(out, index)}
@@ -153,18 +157,20 @@ def _finish(
             reasons = [*sums["failed_because"], *sums["skipped_because"], "there were none"]
             raise RunError(f"{out}: no row is left: {reasons[0]}")
         drawn = out / OWN_PROMPTS
-        manifest = {
+        content = {
             "format": SET_FORMAT,
             "version": 2,
             "complete": True,
             **sums,
             "identity": identity,
-            **origin,
             "own_prompts": read_json(drawn, "the record of prompts") if drawn.exists() else None,
             "vocabulary": vocabulary_sample(tokenizer),
         }
-        write_text_atomic(out / "README.md", distilled_set_card(manifest))
-        write_sealed(out / "manifest.json", manifest)
+        kept = kept_json(out / "manifest.json", "the manifest of a set") or {}
+        if kept | json.loads(canonical_json(content)) != kept:
+            manifest = content | origin
+            write_text_atomic(out / "README.md", distilled_set_card(manifest))
+            write_sealed(out / "manifest.json", manifest)
         # A kill may have left the journal of a part that it had just written.
         _remove_all(out, (_JOURNALS, *_BESIDE, "run.json"))
 

@@ -11,7 +11,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith.core.io import write_sealed
+from draftsmith.core.provenance import provenance
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.distill import manifest
 from tests.distilled import KILL_IN_PART, files, rows_of, write_rows
 
 # A signal arrives before the next wave of answers is kept.
@@ -64,6 +67,21 @@ def test_a_run_killed_while_it_writes_a_part_goes_on_with_the_next(words, door, 
         "temperature is 1.0, now it is 0.5" in door.refused(*words, "--temperature", "0.5")
         and files() == whole
     )
+
+
+def test_a_finished_set_says_what_made_it(words, door, monkeypatch):
+    assert door(*words)[0] == 0
+    before = files()
+    another = {"git_commit": "another"}
+    monkeypatch.setattr(manifest, "provenance", lambda *words: provenance(*words) | another)
+    assert door(*words)[0] == 0 and files() == before
+    # With other counts it is another set.
+    kept = Path("set/manifest.json")
+    record = json.loads(kept.read_text())
+    del record["checksum"]
+    write_sealed(kept, record | {"response_tokens": 0})
+    assert door(*words)[0] == 0
+    assert json.loads(kept.read_text())["git_commit"] == "another"
 
 
 @pytest.mark.parametrize(

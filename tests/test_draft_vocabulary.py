@@ -5,6 +5,7 @@ tests/test_decode_lossless.py.
 import copy
 import json
 import logging
+import random
 from collections import Counter
 from typing import Any
 
@@ -33,6 +34,7 @@ from draftsmith.drafts.draft_vocabulary import (
 from draftsmith.drafts.load import draft_fingerprint, load_models
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.reading import alpha_sums
+from draftsmith.train import draft_setup
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import Optim
 from draftsmith.train.data import load_examples
@@ -268,3 +270,36 @@ def test_the_rarest_token_is_the_last_unused_one_that_has_an_embedding():
     embedding_VH[4] = 0
     assert rarest_token(token_counts([[0, 1, 5], [2, 5]]), embedding_VH) == 3
     assert rarest_token(token_counts([[0, 1, 5], [2, 3, 5]]), embedding_VH) == 3
+
+
+@pytest.mark.parametrize("kind", ["lm", "eagle3"])
+def test_it_is_chosen_once(kind, target_dir, draft_dir, distilled, tmp_path, monkeypatch):
+    """Publishing takes what was chosen at the start, and so does a run that goes on."""
+    chosen: list[list[int]] = []
+
+    def choose(*words: Any) -> list[int]:
+        tokens = random.Random(len(chosen)).sample(range(290), KEPT)
+        chosen.append(sorted(tokens))
+        return chosen[-1]
+
+    monkeypatch.setattr(draft_setup, "likely_tokens", choose)
+    options: Any = {
+        "target": target_dir,
+        "draft": draft_dir if kind == "lm" else None,
+        "kind": kind,
+        "data": [distilled],
+        "out": str(tmp_path / kind),
+        "device": "cpu",
+        "max_length": 48,
+        "objective": "fkl",
+        "steps": 2,
+        "draft_vocab_size": KEPT,
+    }
+    ds.train(**options)
+    weights = tmp_path / kind / "model.safetensors"
+    made = weights.read_bytes()
+    weights.unlink()
+    ds.train(**options)
+    assert len(chosen) == 1 and weights.read_bytes() == made
+    draft = load_models(target_dir, [str(tmp_path / kind)], device="cpu").drafts.popitem()[1]
+    assert draft_setup.drafted_tokens(draft) == chosen[0]

@@ -4,6 +4,7 @@ kind.
 
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from draftsmith.core.divided_target import is_divided
 from draftsmith.core.errors import InputError, first_line
 from draftsmith.core.hidden_states import layout_of
-from draftsmith.core.io import make_dir, read_json
+from draftsmith.core.io import kept_json, make_dir, read_json
 from draftsmith.core.models import (
     check_finite,
     load_model,
@@ -72,8 +73,16 @@ def is_untrained(draft: str | None) -> bool:
     return record.is_file() and "made" in read_json(record, "the record of a draft")
 
 
-def build(config: TrainConfig, target: PreTrainedModel | None, training: Examples) -> Draft:
-    """Make the draft to train, fp32 on the CPU: loaded from `draft`, or fresh."""
+def build(
+    config: TrainConfig,
+    target: PreTrainedModel | None,
+    training: Examples,
+    chosen: Sequence[int] | None = None,
+) -> Draft:
+    """Make the draft to train, fp32 on the CPU: loaded from `draft`, or fresh.
+
+    chosen: the tokens that it drafts, if this run has chosen them before.
+    """
     if config.draft is not None:
         kind = head_kind(config.draft) or "lm"
         if kind != config.kind:
@@ -81,7 +90,8 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
                 f"{config.draft}: is of kind {kind}, not {config.kind}; set kind to {kind}"
             )
     if config.kind == "lm":
-        return _with_draft_vocabulary(config, _build_lm(config, target), target, training)
+        model = _build_lm(config, target)
+        return _with_draft_vocabulary(config, model, target, training, chosen)
     assert target is not None
     options = _head_options(config, *_OF_FRESH_HEADS)
     if config.draft is not None:
@@ -92,7 +102,8 @@ def build(config: TrainConfig, target: PreTrainedModel | None, training: Example
     else:
         options = fresh_options(config)
         if config.kind in VOCABULARY_KINDS:
-            options["draft_vocab"] = _draft_vocab(config, vocabulary_size(target), target, training)
+            whole = vocabulary_size(target)
+            options["draft_vocab"] = chosen or _draft_vocab(config, whole, target, training)
         if config.kind in BLOCK_KINDS:
             options["mask_token_id"] = rarest_token(
                 training.response_counts, borrow(target).embedding_weight
@@ -165,7 +176,11 @@ def read_shape(path: str, target: PretrainedConfig | None = None) -> PretrainedC
 
 
 def _with_draft_vocabulary(
-    config: TrainConfig, model: PreTrainedModel, target: PreTrainedModel | None, training: Examples
+    config: TrainConfig,
+    model: PreTrainedModel,
+    target: PreTrainedModel | None,
+    training: Examples,
+    chosen: Sequence[int] | None,
 ) -> PreTrainedModel:
     """Attach the draft vocabulary that the language model has on disk, or that the options ask
     for.
@@ -174,7 +189,7 @@ def _with_draft_vocabulary(
     whole = min(vocabulary_size(part) for part in (model, target) if part is not None)
     ids_D = None if config.draft is None else read_draft_vocabulary(config.draft, whole)
     if ids_D is None:
-        ids = _draft_vocab(config, whole, target, training)
+        ids = chosen or _draft_vocab(config, whole, target, training)
         ids_D = None if ids is None else torch.tensor(ids)
     elif config.draft_vocab_size is not None:
         check_draft_vocabulary("draft_vocab_size", config.draft_vocab_size, whole, config.draft)
@@ -199,16 +214,27 @@ def _draft_vocab(
     return with_target(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
 
 
-def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
-    """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
+def kept_tokens(file: Path) -> list[int] | None:
+    """Return the tokens that an earlier process of a run chose to draft; None without any."""
+    kept = kept_json(file, "the draft vocabulary of a run", ["tokens"])
+    return None if kept is None else list(kept["tokens"])
+
+
+def drafted_tokens(draft: Draft) -> list[int] | None:
+    """Return the tokens that a draft of a part of the vocabulary drafts; None for all."""
     ids_D: Tensor | None = None
-    whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
     if isinstance(draft, PreTrainedModel):
         ids_D = draft_vocabulary(draft)
     elif isinstance(draft, DraftVocabulary) and draft.reduced:
         ids_D = draft.target_ids_D
-    if ids_D is not None:
-        ids = ids_D.tolist()
+    return None if ids_D is None else ids_D.tolist()
+
+
+def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
+    """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
+    ids = job.drafted
+    if ids is not None:
+        whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
         lacks = outside(ids, job.heldout.response_counts)
         say(f"train: drafts {len(ids):,} of {whole:,} tokens; of the held-out responses {lacks}")
         unseen = sum(not job.training.response_counts[token] for token in ids)

@@ -21,7 +21,8 @@ class TrainingJob:
     """All that a run needs beside the draft.
 
     tokenizer: saved with the draft. date: in the prompts, if the chat template prints one.
-    identity: settings that must match for a run to resume this one. cuts: where it was shortened.
+    drafted: the tokens of the draft's vocabulary, chosen once; None for all. identity: settings
+    that must match for a run to resume this one. cuts: where it was shortened.
     """
 
     config: TrainConfig
@@ -32,6 +33,7 @@ class TrainingJob:
     tokenizer: Tokenizer | None = None
     target: PreTrainedModel | None = None
     date: str | None = None
+    drafted: list[int] | None = None
     identity: JsonObject = field(default_factory=dict)
     cuts: tuple[Cut, ...] = ()
 
@@ -55,6 +57,11 @@ class TrainingJob:
     def metrics(self) -> Path:
         """File of the figures of every step and evaluation."""
         return self.run_dir / "metrics.jsonl"
+
+    @property
+    def draft_vocabulary(self) -> Path:
+        """File of the tokens that the draft drafts, if these are a part of the vocabulary."""
+        return self.run_dir / "draft_vocabulary.json"
 
     @property
     def checkpoints(self) -> Path:

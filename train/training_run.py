@@ -17,7 +17,13 @@ from draftsmith.core.agreement import agree, difference
 from draftsmith.core.devices import attention_of_any_length, generators_kept
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import JsonObject, refuse_foreign, remove_leftovers, sha256_file
+from draftsmith.core.io import (
+    JsonObject,
+    refuse_foreign,
+    remove_leftovers,
+    sha256_file,
+    write_sealed,
+)
 from draftsmith.core.launcher import leave_processes
 from draftsmith.core.models import (
     check_tokenizer,
@@ -128,6 +134,9 @@ def train(
         published = from_main(lambda: checkpoint.is_published(job))
         if kept:
             loaded.job = job = _as_long_as_asked(job, kept, published)
+        elif job.drafted is not None:
+            tokens = {"tokens": job.drafted}
+            on_main(lambda: write_sealed(job.draft_vocabulary, tokens))
         changed = job.identity.get("shortened") != kept.get("shortened")
         places = known_by_content(config)
         from_main(lambda: claim(out, job.identity, _RECORDS, places, command, changed))
@@ -258,7 +267,11 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
         training, heldout = _examples(config, tokenizer, ends)
     job = TrainingJob(config, world, objective, training, heldout, tokenizer, target, date=date)
     torch.manual_seed(config.seed)
-    draft = draft_setup.build(config, job.target, job.training)
+    chosen = None
+    if kept_identity(Path(config.out), _RECORDS):
+        chosen = from_main(lambda: draft_setup.kept_tokens(job.draft_vocabulary))
+    draft = draft_setup.build(config, job.target, job.training, chosen)
+    job = replace(job, drafted=draft_setup.drafted_tokens(draft))
     _check(job, draft)
     job = _with_rate(job, draft)
     source = None if loss is None else loss_digest(loss)
@@ -378,10 +391,8 @@ def _publish(job: TrainingJob, done: Progress, command: str) -> JsonObject:
         **provenance(command, asdict(config) | {"objective": objective}),
     }
 
-    # By all, because the target chooses the tokens that a head drafts.
-    best = draft_setup.build(config, job.target, job.training)
-
     def write() -> None:
+        best = draft_setup.build(config, job.target, job.training, job.drafted)
         load_weights(best, done.best)
         if isinstance(best, DraftVocabulary):
             best.read_draft_vocab()
