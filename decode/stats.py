@@ -31,8 +31,7 @@ class DecodeStats:
     copied_accepted: int = 0
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
-        sums = {name: _add(count, getattr(other, name)) for name, count in vars(self).items()}
-        return DecodeStats(**sums)
+        return DecodeStats(*map(_add, vars(self).values(), vars(other).values()))
 
     @property
     def tau(self) -> float | None:

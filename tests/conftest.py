@@ -290,12 +290,18 @@ def distilled(answers):
 
 
 @pytest.fixture(scope="session")
-def short_demo(tmp_path_factory):
+def shared_tmp(tmp_path_factory):
+    """A directory that all processes of the tests share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def short_demo(shared_tmp):
     """Where `draftsmith demo --short` ran, once for all processes of the tests; `said` holds what
     it printed.
     """
-    base = tmp_path_factory.getbasetemp()
-    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "short-demo"
+    place = shared_tmp / "short-demo"
     place.mkdir(exist_ok=True)
     with FileLock(place / "lock"):
         if not (place / "said").exists():
@@ -320,11 +326,14 @@ _SERVER = """
 import gc, json, os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 os.fsync = os.fstat
+from importlib.util import find_spec
 import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
 import draftsmith.distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run
-import draftsmith.train.training_run, draftsmith.eval.evaluate
+import draftsmith.distill.engines.hf, draftsmith.train.training_run, draftsmith.eval.evaluate
+if find_spec("deepspeed"):
+    import deepspeed  # accelerate imports it in every run
 from draftsmith.__main__ import main
 gc.freeze()
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -421,7 +430,7 @@ def spawn(_server, tmp_path_factory):
 
 
 @pytest.fixture
-def launch(tmp_path, tmp_path_factory):
+def launch(tmp_path, shared_tmp):
     """`launch(options, program..., cwd=)` runs `accelerate launch`, really: two interpreters and a
     launcher.
     """
@@ -438,12 +447,12 @@ def launch(tmp_path, tmp_path_factory):
         # PET_STANDALONE: the launcher opens a port of the system's choice and keeps it. A port that
         # was chosen before, or stands in a configuration file, may be taken by another process by
         # the time it is used. TORCH_EXTENSIONS_DIR: a killed build leaves a lock, and every later
-        # build in that directory waits for it for ever.
+        # build in that directory waits for it for ever; a build that runs is waited for.
         env = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PET_STANDALONE": "1",
-            "TORCH_EXTENSIONS_DIR": str(tmp_path_factory.getbasetemp() / "torch-extensions"),
+            "TORCH_EXTENSIONS_DIR": str(shared_tmp / "torch-extensions"),
         }
         done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr

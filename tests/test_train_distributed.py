@@ -28,11 +28,17 @@ NO_DEEPSPEED = pytest.mark.skipif(
 # has keys of its own. A command may be told to stop by SIGTERM at a step. Leaves JOB.RANK.out, .err
 # and .code.
 DRIVER = """
-import json, os, signal, sys
+import gc, json, os, signal, sys
+from importlib.util import find_spec
 import torch.distributed
+import draftsmith.distill.generate, draftsmith.distill.engines.hf, draftsmith.eval.evaluate
 import draftsmith.train.training_run
 import draftsmith.train.loop
 from draftsmith.__main__ import main
+if find_spec("deepspeed"):
+    import deepspeed  # accelerate imports it in every run
+
+gc.freeze()
 
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # a function hides it in torch.distributed
 store = rendezvous._create_c10d_store

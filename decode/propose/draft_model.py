@@ -96,8 +96,9 @@ class DraftModelProposer(NetworkProposer):
                 self._packs[index],
                 self.steps[index] if self.steps else None,
             )
-            cached = [_read(prompt[:-1], words, model) for prompt in setup.prompts]
-            roots = [_read(prompt[-1:], words, model)[-_MOST_PIECES:] for prompt in setup.prompts]
+            largest = vocabulary_size(model) - 1
+            cached = [_read(prompt[:-1], words, largest) for prompt in setup.prompts]
+            roots = [_read(prompt[-1:], words, largest)[-_MOST_PIECES:] for prompt in setup.prompts]
             room = setup.max_new_tokens
             if words is not None:
                 room = _MOST_PIECES * (setup.max_new_tokens + 2)
@@ -106,11 +107,10 @@ class DraftModelProposer(NetworkProposer):
         return networks[0] if len(networks) == 1 else _SeveralNetworks(networks)
 
 
-def _read(tokens: Sequence[int], words: VocabularyMap | None, model: PreTrainedModel) -> list[int]:
+def _read(tokens: Sequence[int], words: VocabularyMap | None, largest: int) -> list[int]:
     """Return the target's tokens as a draft reads them. It may lack the last ones."""
     if words is not None:
         return words.translate(tokens)
-    largest = vocabulary_size(model) - 1
     return [min(token, largest) for token in tokens]
 
 

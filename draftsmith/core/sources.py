@@ -10,8 +10,7 @@ from pathlib import Path
 from threading import Thread
 from time import monotonic
 
-from huggingface_hub import constants, get_session
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub import constants
 
 from draftsmith.core.errors import InputError, is_installed
 from draftsmith.core.io import read_json
@@ -126,6 +125,8 @@ def no_model(directory: Path) -> str:
 
 def hub_lacks(name: str, repo_type: str) -> bool:
     """Whether a repository of the hub is neither in the cache nor can be asked for."""
+    from huggingface_hub.file_download import repo_folder_name  # 0.2 s, which --help need not take
+
     folder = repo_folder_name(repo_id=name, repo_type=repo_type)
     return not (Path(constants.HF_HUB_CACHE) / folder).is_dir() and not hub_is_reachable()
 
@@ -140,6 +141,8 @@ def hub_is_reachable() -> bool:
 @lru_cache(maxsize=1)
 def _answers(url: str, period: float) -> bool:
     """Ask once in a period. The lookup of a host has no time limit of its own, so a thread asks."""
+    from huggingface_hub import get_session
+
     answers = []
 
     def ask() -> None:
