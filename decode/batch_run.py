@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.sampling import Sampling, probs, uniforms
 from draftsmith.decode.choosing import draw, largest
 from draftsmith.decode.handover import Handover, Parts, check_verdict, is_foreign
@@ -182,10 +183,12 @@ class BatchRun:
         self.num_draft_uniforms = 0 if drawing == "deterministic" else parts.tree.size
         most = parts.verifier.uniforms(_widest(parts.tree))
         self.num_uniforms = self.num_draft_uniforms + most
+        vocabulary = vocabulary_size(parts.target)
+        self.seen = Seen.of(prompts, vocabulary, options.sampling, runner.device)
         self.session = self._start(prompts, drawing)
         self._foreign_draft = is_foreign(parts.proposer) or is_foreign(self.session)
         self._foreign_rule = is_foreign(parts.verifier.run)
-        self._handover = Handover(parts, vocabulary_size(parts.target), runner.device)
+        self._handover = Handover(parts, vocabulary, runner.device)
         # Of draftsmith's own proposers, which may have a model of the user's, the first proposal.
         self._checks = parts.proposer is not None
 
@@ -214,6 +217,9 @@ class BatchRun:
         step.
         """
         self.runner.join(other.runner)
+        if self.seen is not None and other.seen is not None:
+            pairs = zip(self.seen, other.seen, strict=True)
+            self.seen = Seen(*(torch.cat(pair) for pair in pairs))
         self.batch += other.batch
         self.session = _NoDraft(len(self.batch), self.runner.device)
 
@@ -262,14 +268,19 @@ class BatchRun:
         least = self._least
 
         def step(
-            last_B1: Tensor, proposal: Proposal, inputs: tuple[Tensor, ...], u_BU: Tensor | None
+            last_B1: Tensor,
+            proposal: Proposal,
+            inputs: tuple[Tensor, ...],
+            u_BU: Tensor | None,
+            seen: Seen | None,
         ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            forwarded = bound.run(_target_inputs(last_B1, proposal, least), inputs)
+            logits_BMV, hidden = bound.run(_target_inputs(last_B1, proposal, least), inputs)
+            forwarded = _penalised(logits_BMV, sampling, proposal, seen), hidden
             return _verify(verifier, sampling, proposal, forwarded, u_BU, checks=foreign)
 
         name = ("verify", bound.name, sampling, verifier.name)
         facts, p_BMV, states = self.runner.call(
-            name, step, self._last_B1(), proposal, bound.inputs, u_BU
+            name, step, self._last_B1(), proposal, bound.inputs, u_BU, self.seen
         )
         finite_B: list[int] = []
         walks: list[Walk] = []
@@ -312,7 +323,8 @@ class BatchRun:
     def _scored(self, proposal: Proposal) -> Forwarded:
         tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
         block = self._block(proposal.tree)
-        return self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
+        logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
+        return _penalised(logits_BMV, self.options.sampling, proposal, self.seen), hidden
 
     def _last_B1(self) -> Tensor:
         return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)
@@ -358,9 +370,12 @@ class BatchRun:
         for index, path in enumerate(paths):
             states.append([layer[index, : len(path) + 1] for layer in judged.states])
         emitted = [walk.emitted for walk in judged.walks]
+        if self.seen is not None:
+            self.seen.read(emitted)
         self.session.commit(Outcome(paths, emitted, states, judged.distributions))
         if indices:
             left = self.runner.remove(indices)
+            self.seen = self.seen and self.seen.rows(left)
             self.batch = [self.batch[index] for index in left]
             self.session.select_rows(left)
         return ended
@@ -410,6 +425,16 @@ class BatchRun:
 def _target_inputs(last_B1: Tensor, proposal: Proposal, least: int) -> Tensor:
     drafted_BN = proposal.tokens_BM[:, 1:].clamp(min=least)
     return torch.cat([last_B1, drafted_BN], dim=1)
+
+
+def _penalised(
+    logits_BMV: Tensor, sampling: Sampling, proposal: Proposal, seen: Seen | None
+) -> Tensor:
+    """Return the logits at each node, given the text and the path to it."""
+    if seen is None:
+        return logits_BMV
+    at = seen.in_tree(proposal.tokens_BM, proposal.tree.sees_RMM)
+    return penalised(logits_BMV, sampling, at)
 
 
 def _verify(

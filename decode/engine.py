@@ -21,7 +21,7 @@ from draftsmith.core.devices import attention_of_any_length
 from draftsmith.core.divided_target import is_divided
 from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith.core.sampling import Sampling, generator, row_seed
-from draftsmith.core.settings import say_ignored
+from draftsmith.core.settings import PENALTIES, say_ignored
 from draftsmith.decode.batch_run import (
     BatchRun,
     Generation,
@@ -164,7 +164,7 @@ class SpeculativeDecoder:
             )
         if not len(prompts):
             return BatchOutput([], 0.0, 0.0)
-        say_ignored(str(self.target.name_or_path), self.target)
+        say_ignored(str(self.target.name_or_path), self.target, followed=PENALTIES)
         options = Options(sampling, max_new_tokens, frozenset(eos_ids), on_tokens, stop)
         began = self._clock()
         with self._turn, self._products():

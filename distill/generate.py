@@ -2,7 +2,7 @@
 
 import atexit
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
-        "sampling": asdict(engine.sampling.sampling),
+        "sampling": engine.sampling.sampling.record(),
         "sampling_from_target": engine.sampling.note,
         **pushed(out, config.push_to_hub, "dataset"),
     }
@@ -123,7 +123,7 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
 
 def _identity(job: Job, suites: Suites | None) -> JsonObject:
     config = job.config
-    choices = options.identity(config) | asdict(job.engine.sampling.sampling)
+    choices = options.identity(config) | job.engine.sampling.sampling.record()
     # A chat template counts by its content, not by the name of its file.
     del choices["chat_template"]
     template = job.tokenizer.chat_template

@@ -15,11 +15,11 @@ from draftsmith.core.options import (
     NotIdentity,
     Out,
     OutFile,
+    PenaltyOptions,
     PromptOptions,
     Prompts,
     Rare,
     RunOptions,
-    SamplingOptions,
     Seed,
     Spec,
     TargetOptions,
@@ -38,7 +38,7 @@ Named = NotIdentity[str | None]
 
 
 @options
-class DecodeConfig(TargetOptions, SamplingOptions, PromptOptions):
+class DecodeConfig(TargetOptions, PenaltyOptions, PromptOptions):
     """Generate with a target and a draft. A lossless verifier keeps the target's distribution."""
 
     target: NotIdentity[Model]

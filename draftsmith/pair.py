@@ -19,7 +19,7 @@ from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
-from draftsmith.core.options import AtLeast0, AtLeast1, SamplingOptions, Seed, Text, options
+from draftsmith.core.options import AtLeast0, AtLeast1, PenaltyOptions, Seed, Text, options
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import generator, row_seed
 from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
@@ -89,6 +89,9 @@ class GenerateOptions(TheirOptions, total=False):
     top_p: float | None
     top_k: int | None
     min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
     max_new_tokens: int
     seed: int
     stop: str | Sequence[str] | None
@@ -108,7 +111,7 @@ _Several = Annotated[list[T], BeforeValidator(_listed)]
 
 
 @options
-class _Generate(SamplingOptions):
+class _Generate(PenaltyOptions):
     """Options of `generate`, within the bounds of the command."""
 
     draft: _Several[str] | None = None
@@ -340,6 +343,9 @@ class Pair:
         top_p: float | None = None,
         top_k: int | None = None,
         min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
         max_new_tokens: int = 128,
         seed: int = 0,
         stop: str | Sequence[str] | None = None,
@@ -367,6 +373,8 @@ class Pair:
         datastore: file to retrieve from.
         temperature, top_p, top_k, min_p: default as in the target's generation_config.json, else
         greedy. Temperature 0 is greedy; top_k 0 keeps every token.
+        repetition_penalty, presence_penalty, frequency_penalty: of tokens in prompt and answer (as
+        transformers), and in the answer (as vLLM); default as in generation_config.json, else off.
         do_sample: False is temperature 0; True is temperature 1 if nothing else names one.
         stop: texts; an output ends after the token that completes one.
         eos_token_id: tokens that end an output; default the target's own. ignore_eos: none does.
@@ -388,6 +396,9 @@ class Pair:
             top_p=top_p,
             top_k=top_k,
             min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
             max_new_tokens=max_new_tokens,
             seed=seed,
             stop=stop,

@@ -47,11 +47,14 @@ MAX_ELEMENTS = 2**23
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt with the target's continuation: new tokens only, EOS included."""
+    """A prompt with the target's continuation: new tokens only, EOS included. answered: how many of
+    the prompt's last tokens the target wrote.
+    """
 
     id: str
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
+    answered: int = 0
 
 
 @dataclass(frozen=True, eq=False)

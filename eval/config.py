@@ -21,12 +21,12 @@ from draftsmith.core.options import (
     NamedPrompts,
     NotIdentity,
     OutFile,
+    PenaltyOptions,
     PromptOptions,
     Prompts,
     Rare,
     RevisionOptions,
     RunOptions,
-    SamplingOptions,
     Spec,
     TargetOptions,
     Temperature,
@@ -60,7 +60,7 @@ class TimeAgainConfig:
 
 
 @options
-class EvalConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptions):
+class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Compare drafts of one target, in distribution (ID) and out of it (OOD)."""
 
     target: Model
@@ -156,7 +156,7 @@ class StatesEvalConfig(ModelOptions, RevisionOptions):
 
 
 @options
-class PlanConfig(TargetOptions, SamplingOptions, PromptOptions, RunOptions):
+class PlanConfig(TargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Find the tree with which a draft is fastest on this machine, and confirm it by the clock."""
 
     target: Model

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.models import (
     eos_ids,
 )
+from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.progress import Tick, no_tick
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.ranks import divided
@@ -263,7 +264,9 @@ class Task:
             same = [a == b for a, b in zip(ours, theirs, strict=False)]
             shared = same.index(False)
             ids_1T = torch.tensor([[*prompt.ids, *ours[:shared]]], device=self.target.device)
-            logits_V = self.target(input_ids=ids_1T).logits[0, -1].double()
+            logits_1V = self.target(input_ids=ids_1T).logits[0, -1:]
+            seen = Seen.along(prompt.ids, ours[: shared + 1], logits_1V)
+            logits_V = penalised(logits_1V, self.sampling, seen)[0].double()
             gap = logits_V[ours[shared]] - logits_V[theirs[shared]]
             gaps.append(abs(float(gap)))
         return Identity(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -151,7 +151,7 @@ class Evaluation:
         return {
             "what": what,
             "suite": suite.digest,
-            "sampling": asdict(sampling),
+            "sampling": sampling.record(),
             "eos": list(eos_ids(self.pair.target)),
             "target": identity(self.models["target"]),
             "max_new_tokens": self.request.config.max_new_tokens,

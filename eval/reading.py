@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from draftsmith.core.state_files import StoredStates, cached_layers
@@ -161,6 +162,21 @@ class _Batch:
             x_N1=ids_BS[row_N, column_N + 1].unsqueeze(1),
         )
 
+    def penalised(self, logits_NV: Tensor, sampling: Sampling, depth: int = 0) -> Tensor:
+        """Return the logits at every position but the first `depth` of each row, given the text
+        before it.
+        """
+        if not sampling.penalises:
+            return logits_NV
+        lengths = [max(0, len(row.output_ids) - depth) for row in self.rows]
+        changed: list[Tensor] = []
+        for row, own_LV in zip(self.rows, logits_NV.split(lengths), strict=True):
+            prompt = len(row.prompt_ids) - row.answered
+            ids = [*row.prompt_ids, *row.output_ids]
+            seen = Seen.along(ids[:prompt], ids[prompt:], own_LV)
+            changed.append(penalised(own_LV, sampling, seen))
+        return torch.cat(changed)
+
     def candidates(self, seed: int, most: int) -> Tensor:
         """Uniforms `[B, L, K]` for the candidates of each position. They come from the row's own
         stream, the same for every draft and batch.
@@ -235,10 +251,8 @@ class _Reader:
         layers = sorted(set(chain.from_iterable(read)))
         logits_BCV, states_of_layer = self._target(batch, layers, first)
         at = (batch.row_N, batch.column_N - first)
-        p_NV = probs(
-            self._finite("", logits_BCV[at], batch, batch.row_N),
-            self.sampling,
-        )
+        logits_NV = self._finite("", logits_BCV[at], batch, batch.row_N)
+        p_NV = probs(batch.penalised(logits_NV, self.sampling), self.sampling)
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
         part = _Part({}, {})
         traces_of: dict[int, Traces] = {}
@@ -332,6 +346,7 @@ class _Reader:
         chosen_NV = drafted.logits_NV[n_N - depth] if depth else drafted.logits_NV
         chosen_NV = fit_vocabulary(chosen_NV, vocabulary_size(self.target))
         logits_NV = self._finite(drafted.name, chosen_NV, batch, batch.row_N[n_N])
+        logits_NV = batch.penalised(logits_NV, self.sampling, depth)
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         tiny = torch.finfo(p_NV.dtype).tiny

@@ -12,7 +12,7 @@ from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import read_tree_file
 from draftsmith.core.options import refuse_unused
 from draftsmith.core.prompt_rows import parse_named
-from draftsmith.core.settings import Sampling
+from draftsmith.core.settings import Sampling, sampling_options
 from draftsmith.core.suites import load_suite, suite_name
 from draftsmith.decode import VERIFIERS, default_verifier, parse_tree, tree_spec
 from draftsmith.drafts.draft_sources import check_sources, copies_first, is_copying, is_lookahead
@@ -42,7 +42,14 @@ class EvalRequest:
         """A sampling per temperature. Filters that are not set are off."""
         config = self.config
         top_p = 1.0 if config.top_p is None else config.top_p
-        filters = Sampling(top_k=config.top_k or 0, top_p=top_p, min_p=config.min_p or 0.0)
+        filters = Sampling(
+            top_k=config.top_k or 0,
+            top_p=top_p,
+            min_p=config.min_p or 0.0,
+            repetition_penalty=config.repetition_penalty or 1.0,
+            presence_penalty=config.presence_penalty or 0.0,
+            frequency_penalty=config.frequency_penalty or 0.0,
+        )
         temperatures = dict.fromkeys(config.temperature)
         return [replace(filters, temperature=temperature) for temperature in temperatures]
 
@@ -53,16 +60,12 @@ class EvalRequest:
         return sum(map(len, methods))
 
     def resolved(self, sampling: Sampling, date: str | None) -> "EvalRequest":
-        """Take top_k, top_p and min_p from a sampling with the target's defaults, and the date that
+        """Take filters and penalties from a sampling with the target's defaults, and the date that
         the chat template prints.
         """
-        config = replace(
-            self.config,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            date=date,
-        )
+        values = sampling_options(sampling)
+        del values["temperature"]
+        config = replace(self.config, **values, date=date)
         return replace(self, config=config)
 
 

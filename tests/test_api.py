@@ -506,13 +506,14 @@ def test_a_stream_takes_the_options_of_generate_and_says_what_is_wrong_at_the_ca
         pair.stream("a", temprature=1)
 
 
-def test_the_penalties_of_a_models_own_config_are_said_at_both_doors(target_dir, caplog):
+def test_what_is_not_followed_of_a_models_own_config_is_said_at_both_doors(target_dir, caplog):
     own = ds.load_pair(target_dir, device="cpu")
-    own.target.generation_config.repetition_penalty = 1.37
+    own.target.generation_config.encoder_repetition_penalty = 1.37
+    own.target.generation_config.repetition_penalty = 1.36
     ds.SpeculativeDecoder(own.target).generate([[1, 2]], max_new_tokens=1)
     own.generate("a", max_new_tokens=1)
-    (line,) = [text for text in caplog.messages if "repetition_penalty=1.37" in text]
-    assert line.startswith(f"{target_dir}: its generation_config.json sets")
+    (line,) = [text for text in caplog.messages if "encoder_repetition_penalty=1.37" in text]
+    assert "=1.36" not in line and line.startswith(f"{target_dir}: its generation_config.json sets")
 
 
 @pytest.mark.parametrize("prompt", ["ab", b"ab", [True, False], [1.0], [], torch.tensor([1]), [-1]])

@@ -3,6 +3,7 @@
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,10 +31,13 @@ HOT, WARM, COLD = (
     Sampling(temperature=0.7, top_p=0.9),
     Sampling(temperature=0.0),
 )
+PENALISED = Sampling(repetition_penalty=1.4, presence_penalty=0.2, frequency_penalty=0.3)
 CASES = [
     ("chain:1", "speculative", HOT),
     ("chain:4", "speculative", HOT),
     ("chain:4", "speculative", COLD),
+    ("chain:4", "speculative", PENALISED),
+    ("kary:3,2,1", "mcsd", replace(PENALISED, temperature=0.0)),
     ("chain:5,stop=0.3", "speculative", WARM),
     ("chain:5,stop=0.1", "speculative", COLD),
     ("chain:4", "block", HOT),
@@ -98,7 +102,7 @@ def test_expected_counts_are_those_of_decoding(pair: Models, tree, verifier, sam
 )
 def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(name, tree, verifier):
     target = tiny_llama(0, layers=3)
-    for sampling in (HOT, COLD):
+    for sampling in (HOT, replace(PENALISED, temperature=0.0)):
         _compare(target, stirred_head(name, target, 0.1), Method(tree, verifier), sampling, 150)
 
 

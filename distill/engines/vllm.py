@@ -1,7 +1,7 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -110,7 +110,7 @@ class VLLMEngine(Engine):
 
     def _params(self, request: AnswerRequest) -> SamplingParams:
         return SamplingParams(
-            **asdict(request.sampling),
+            **request.sampling.record(),
             seed=request.seed,
             max_tokens=request.max_new_tokens or self._max_new_tokens,
             stop_token_ids=self._stop_ids,

@@ -64,7 +64,7 @@ def decode(config: DecodeConfig) -> CommandResult:
         _say(line)
     resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
     sampling = resolved.sampling
-    drawn = dataclasses.asdict(sampling)
+    drawn = sampling.record()
     requests = list(product(prompts.prompts, range(config.num_samples)))
     decoder = decoding.decoder
 

@@ -263,6 +263,20 @@ class SamplingOptions:
 
 
 @options
+class PenaltyOptions(SamplingOptions):
+    """How tokens are sampled, given those before."""
+
+    repetition_penalty: Rare[Positive | None] = None
+    """Divide positive logits of tokens in prompt or answer by this, and multiply negative ones.
+    Default: generation_config.json, else 1.
+    """
+    presence_penalty: Rare[float | None] = None
+    """Take this off the logits of tokens in the answer."""
+    frequency_penalty: Rare[float | None] = None
+    """Take this off the logits of a token for each time that the answer holds it."""
+
+
+@options
 class PromptOptions:
     """Which prompts are read."""
 

@@ -5,8 +5,8 @@ anything loads.
 import logging
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -14,18 +14,25 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_words
 
 MIN_TEMPERATURE = 1e-5
+# Options of a distribution, which a target's generation config may have too.
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+# Of them those that need the text, with the value that is off.
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The distribution to draw tokens from: temperature, then top-k, top-p and min-p. Temperature 0
-    is greedy.
+    """The distribution to draw tokens from: penalties (`core.penalties`), temperature, then top-k,
+    top-p and min-p. Temperature 0 is greedy.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         # Logits divided by a smaller temperature can leave the range of fp32 and give NaN.
@@ -34,6 +41,9 @@ class Sampling:
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
             "min_p": 0 <= self.min_p <= 1,
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "presence_penalty": math.isfinite(self.presence_penalty),
+            "frequency_penalty": math.isfinite(self.frequency_penalty),
         }
         for key in possible:
             if not possible[key]:
@@ -43,6 +53,17 @@ class Sampling:
     def greedy(self) -> bool:
         """True when the distribution is a point mass on the most probable token."""
         return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether probabilities depend on the tokens that the text holds."""
+        return any(getattr(self, key) != off for key, off in PENALTIES.items())
+
+    def record(self) -> dict[str, float]:
+        """Return all that files keep: temperature and filters, and the penalties that are on."""
+        values: dict[str, float] = asdict(self)
+        on = {key: values[key] for key in PENALTIES if values[key] != PENALTIES[key]}
+        return {key: values[key] for key in _SAMPLING} | on
 
 
 def dtype_called(name: object) -> str:
@@ -86,8 +107,6 @@ def tokenizing(config: object) -> dict[str, Any]:
 
 
 _warn_once = cache(logging.getLogger(__name__).warning)
-# Options of a distribution, which a target's generation config may have too.
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 Given: TypeAlias = Mapping[str, float | None]
 
 
@@ -112,8 +131,8 @@ class ResolvedSampling:
 
 
 def sampling_options(config: object) -> dict[str, Any]:
-    """Return what a command was given for `resolve_sampling`."""
-    return {key: getattr(config, key) for key in _SAMPLING}
+    """Return what a command was given for `resolve_sampling`. Distilling takes no penalties."""
+    return {key: getattr(config, key) for key in (*_SAMPLING, *PENALTIES) if hasattr(config, key)}
 
 
 def resolve_sampling(
@@ -128,10 +147,10 @@ def resolve_sampling(
 
     Without `do_sample: true` in that file the temperature is `default_temperature` if that is 0; a
     command that samples by default takes the file's temperature either way. Without sampling the
-    other three are not looked up.
+    filters are not looked up. Penalties are followed if `given` has their keys.
     """
     config = target.generation_config
-    say_ignored(name, target)
+    say_ignored(name, target, followed=given)
     temperature = given.get("temperature")
     samples = default_temperature > 0 or bool(getattr(config, "do_sample", None))
     if temperature is not None:
@@ -145,6 +164,13 @@ def resolve_sampling(
             values[key] = value
         elif samples and in_file is not None:
             taken[key] = in_file
+    for key in given.keys() & PENALTIES.keys():
+        value = given[key]
+        in_file = getattr(config, key, None)
+        if value is not None:
+            values[key] = value
+        elif in_file not in (None, PENALTIES[key]):
+            taken[key] = in_file
     try:
         return ResolvedSampling(Sampling(**values | taken), taken)  # type: ignore[arg-type]
     except (ValueError, TypeError) as error:
@@ -154,9 +180,9 @@ def resolve_sampling(
         raise InputError(f"{file}{error}") from None
 
 
-def say_ignored(name: str, target: HasGenerationConfig) -> None:
+def say_ignored(name: str, target: HasGenerationConfig, followed: Collection[str] = ()) -> None:
     """Warn, once a model, of what its generation config sets and decoding does not follow."""
-    ignored = ignored_keys(target)
+    ignored = {key: value for key, value in ignored_keys(target).items() if key not in followed}
     if ignored:
         keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
         _warn_once(

@@ -36,7 +36,7 @@ class ServedPrompt:
     def text(self, output_ids: Sequence[int]) -> Continuation:
         """Return an answer after its first token, which engines take from the prompt's forward."""
         prompt_ids = [*self.prompt.ids, output_ids[0]]
-        return Continuation(self.prompt.id, prompt_ids, output_ids[1:])
+        return Continuation(self.prompt.id, prompt_ids, output_ids[1:], answered=1)
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,14 @@ from draftsmith.core.models import text_config
 from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
-from draftsmith.serving.replay import Case, Penalty, log_likelihoods
+from draftsmith.serving.replay import Case, log_likelihoods
 
 # Kinds of penalties, and the steps in which they are tried: twenty each, then finer.
-_PENALTY_STEPS = {"repetition": 0.05, "presence": 0.1, "frequency": 0.1}
+_PENALTY_STEPS = {
+    "repetition_penalty": 0.05,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+}
 Change = Callable[[Case], Iterator[tuple[str, Case]]]
 
 
@@ -191,27 +195,31 @@ def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
 
 def _penalty(case: Case) -> Iterator[tuple[str, Case]]:
     """The one under which the texts are likeliest: servers do not report theirs."""
-    tried = [Penalty()]
+    none = case.sampling
+    tried = [none]
     for kind, step in _PENALTY_STEPS.items():
-        none = getattr(Penalty(), kind)
-        tried += [Penalty(**{kind: none + step * count}) for count in range(1, 21)]
+        tried += [_moved(none, kind, step * count) for count in range(1, 21)]
     best = _likeliest(case, tried)
-    if best == Penalty():
+    if best == none:
         return
-    (kind,) = (kind for kind in _PENALTY_STEPS if getattr(best, kind) != getattr(Penalty(), kind))
+    (kind,) = (kind for kind in _PENALTY_STEPS if getattr(best, kind) != getattr(none, kind))
     step = _PENALTY_STEPS[kind]
     for _ in range(3):
         step /= 4
-        value = getattr(best, kind)
-        near = [Penalty(**{kind: value + step * count}) for count in (-3, -2, -1, 1, 2, 3)]
+        near = [_moved(best, kind, step * count) for count in (-3, -2, -1, 1, 2, 3)]
         best = _likeliest(case, [best, *near])
-    yield f"{kind} penalty {getattr(best, kind):.3g}", replace(case, penalty=best)
+    yield f"{kind.replace('_', ' ')} {getattr(best, kind):.3g}", replace(case, sampling=best)
 
 
-def _likeliest(case: Case, penalties: Sequence[Penalty]) -> Penalty:
+def _moved(sampling: Sampling, kind: str, by: float) -> Sampling:
+    values: dict[str, Any] = {kind: getattr(sampling, kind) + by}
+    return replace(sampling, **values)
+
+
+def _likeliest(case: Case, samplings: Sequence[Sampling]) -> Sampling:
     """Of equal ones the first."""
-    found = log_likelihoods(case, penalties)
-    return penalties[found.index(max(found))]
+    found = log_likelihoods(case, samplings)
+    return samplings[found.index(max(found))]
 
 
 def _rounded(case: Case) -> Iterator[tuple[str, Case]]:

@@ -143,7 +143,7 @@ def plan_document(
         "verifier": planner.verifier(winner.shape),
         "pays": pays,
         "speedup": speedups[best],
-        "sampling": asdict(planner.sampling),
+        "sampling": planner.sampling.record(),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
         "prompts": len(texts or planner.prompts),

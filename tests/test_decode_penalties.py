@@ -1,0 +1,178 @@
+"""Penalties: the target's own penalised outputs, token for token and in distribution, whatever
+drafts.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import draftsmith as ds
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import (
+    DraftModelProposer,
+    Generation,
+    HeadProposer,
+    LookupFirst,
+    PromptLookupProposer,
+    Proposer,
+    SpeculativeDecoder,
+)
+from tests.chi_square import chi_square, counts_of
+from tests.tiny_models import near, stirred_head, tiny_llama
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8, 2, 7, 1]]
+TOKENS = 16
+PENALTIES: dict[str, dict[str, float]] = {
+    "repetition": {"repetition_penalty": 1.7},
+    "presence": {"presence_penalty": 0.8},
+    "frequency": {"frequency_penalty": -0.4},
+    "all": {"repetition_penalty": 0.8, "presence_penalty": 0.3, "frequency_penalty": 0.3},
+}
+VOCAB, LENGTH, PROMPT = 5, 3, [1, 3, 1]
+
+
+def penalised(
+    logits_V: Tensor, prompt: Sequence[int], answer: Sequence[int], penalty: dict[str, float]
+) -> Tensor:
+    """One token after another, as the definition reads."""
+    logits_V = logits_V.clone()
+    for token in {*prompt, *answer}:
+        factor = penalty.get("repetition_penalty", 1.0)
+        logits_V[token] *= 1 / factor if logits_V[token] > 0 else factor
+    for token in set(answer):
+        logits_V[token] -= penalty.get("presence_penalty", 0.0)
+        logits_V[token] -= penalty.get("frequency_penalty", 0.0) * answer.count(token)
+    return logits_V
+
+
+@cache
+def target() -> PreTrainedModel:
+    return tiny_llama(0, layers=3)
+
+
+@cache
+def own(name: str, row: int) -> list[int]:
+    answer: list[int] = []
+    for _ in range(TOKENS):
+        ids = torch.tensor([PROMPTS[row] + answer])
+        with torch.no_grad():
+            logits_V = target()(ids).logits[0, -1]
+        answer.append(int(penalised(logits_V, PROMPTS[row], answer, PENALTIES[name]).argmax()))
+    return answer
+
+
+def draft() -> DraftModelProposer:
+    return DraftModelProposer(near(target(), 0.1, 5))  # type: ignore[type-var]
+
+
+PROPOSERS: dict[str, tuple[Callable[[], Proposer | None], str | None]] = {
+    "none": (lambda: None, None),
+    "draft": (draft, "chain:4"),
+    "draft with a stop": (draft, "kary:2,2,1,stop=0.05"),
+    "draft, tree": (draft, "kary:3,2,1"),
+    "draft, growing": (draft, "eagle2:depth=3,beam=3,nodes=6"),
+    "several drafts": (
+        lambda: DraftModelProposer([near(target(), 0.1, 5), near(target(), 0.1, 6)]),  # type: ignore[type-var]
+        "kary:2,2",
+    ),
+    "eagle3": (lambda: HeadProposer(stirred_head("eagle3", target(), 0.1)), "kary:2,2,1"),
+    "medusa": (lambda: HeadProposer(stirred_head("medusa", target(), 0.1)), "chain:3"),
+    "lookup": (lambda: PromptLookupProposer(min_ngram=1), "chain:3"),
+    "lookup before a draft": (lambda: LookupFirst(draft(), min_ngram=1), "chain:4"),
+}
+
+
+def test_the_reference_is_transformers():
+    for row, prompt in enumerate(PROMPTS):
+        model: Any = target()
+        output = model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+            **PENALTIES["repetition"],
+        )
+        assert output[0, len(prompt) :].tolist() == own("repetition", row)
+
+
+def decoded(decoder: SpeculativeDecoder, name: str) -> list[Generation]:
+    sampling = Sampling(temperature=0.0, **PENALTIES[name])
+    return decoder.generate(PROMPTS, sampling, TOKENS, eos_ids=()).generations
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_greedy_outputs_are_the_targets_own(proposer):
+    make, tree = PROPOSERS[proposer]
+    decoder = SpeculativeDecoder(target(), make(), tree)
+    for name in PENALTIES:
+        rows = decoded(decoder, name)
+        assert [row.output_ids for row in rows] == [own(name, row) for row in range(3)], name
+    assert own("all", 0) != own("presence", 0) != own("repetition", 0)
+
+
+@pytest.mark.slow
+def test_recorded_steps_follow_them():
+    make, tree = PROPOSERS["eagle3"]
+    decoder = SpeculativeDecoder(target(), make(), tree, compile="eager")
+    rows = decoded(decoder, "all")
+    assert [row.output_ids for row in rows] == [own("all", row) for row in range(3)]
+
+
+def test_a_draft_under_the_penalty_is_accepted_more():
+    """The target itself is the draft, so that all is accepted if both have the penalty."""
+    decoder = SpeculativeDecoder(target(), DraftModelProposer(target()), "chain:3")
+    for row in decoded(decoder, "all"):
+        assert row.stats.tau == 4.0
+
+
+@pytest.mark.parametrize(
+    ("tree", "verifier"),
+    [("chain:2", "speculative"), ("kary:2,2", "mcsd"), ("chain:2", "block"), ("kary:2,1", "exact")],
+)
+def test_sampled_outputs_follow_the_penalised_target(tree, verifier):
+    model = tiny_llama(0, VOCAB)
+    penalty = PENALTIES["all"] | {"repetition_penalty": 1.5}
+    exact: list[float] = []
+    for output in itertools.product(range(VOCAB), repeat=LENGTH):
+        with torch.no_grad():
+            logits_TV = model(torch.tensor([PROMPT + list(output)])).logits[0, len(PROMPT) - 1 :]
+        chance = 1.0
+        for place, token in enumerate(output):
+            changed_V = penalised(logits_TV[place], PROMPT, output[:place], penalty)
+            chance *= float(changed_V.double().softmax(0)[token])
+        exact.append(chance)
+    decoder = SpeculativeDecoder(model, DraftModelProposer(near(model, 0.3, 5)), tree, verifier)
+    streams = [generator(row) for row in range(4000)]
+    batch = decoder.generate(
+        [PROMPT] * 4000, Sampling(**penalty), LENGTH, streams, eos_ids=()
+    ).generations
+    counts = counts_of([row.output_ids for row in batch], VOCAB)
+    assert chi_square(counts, torch.tensor(exact)) < 1
+    if verifier == "speculative":
+        plain = decoder.generate([PROMPT] * 4000, Sampling(), LENGTH, streams, eos_ids=())
+        counts = counts_of([row.output_ids for row in plain.generations], VOCAB)
+        assert chi_square(counts, torch.tensor(exact)) > 1
+
+
+def test_a_target_has_its_own_and_options_override_them(target_dir):
+    pair = ds.load_pair(target_dir, device="cpu", dtype="float32")
+    plain = pair.generate("The quick", max_new_tokens=24, ignore_eos=True).output_ids
+    given = pair.generate(
+        "The quick", max_new_tokens=24, ignore_eos=True, repetition_penalty=2.0
+    ).output_ids
+    pair.target.generation_config.repetition_penalty = 2.0
+    taken = pair.generate("The quick", max_new_tokens=24, ignore_eos=True).output_ids
+    off = pair.generate(
+        "The quick", max_new_tokens=24, ignore_eos=True, repetition_penalty=1.0
+    ).output_ids
+    assert plain == off != given == taken
+    with pytest.raises(ds.InputError, match="^repetition_penalty: "):
+        pair.generate("a", repetition_penalty=0.0)
