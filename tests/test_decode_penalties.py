@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaForCausalLM
 
 import draftsmith as ds
 from draftsmith.core.sampling import Sampling, generator
@@ -28,7 +28,7 @@ from tests.tiny_models import near, stirred_head, tiny_llama
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8, 2, 7, 1]]
 TOKENS = 16
-PENALTIES: dict[str, dict[str, float]] = {
+PENALTIES: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7},
     "presence": {"presence_penalty": 0.8},
     "frequency": {"frequency_penalty": -0.4},
@@ -38,7 +38,7 @@ VOCAB, LENGTH, PROMPT = 5, 3, [1, 3, 1]
 
 
 def penalised(
-    logits_V: Tensor, prompt: Sequence[int], answer: Sequence[int], penalty: dict[str, float]
+    logits_V: Tensor, prompt: Sequence[int], answer: Sequence[int], penalty: dict[str, Any]
 ) -> Tensor:
     """One token after another, as the definition reads."""
     logits_V = logits_V.clone()
@@ -52,7 +52,7 @@ def penalised(
 
 
 @cache
-def target() -> PreTrainedModel:
+def target() -> LlamaForCausalLM:
     return tiny_llama(0, layers=3)
 
 
@@ -68,7 +68,7 @@ def own(name: str, row: int) -> list[int]:
 
 
 def draft() -> DraftModelProposer:
-    return DraftModelProposer(near(target(), 0.1, 5))  # type: ignore[type-var]
+    return DraftModelProposer(near(target(), 0.1, 5))
 
 
 PROPOSERS: dict[str, tuple[Callable[[], Proposer | None], str | None]] = {
@@ -78,7 +78,7 @@ PROPOSERS: dict[str, tuple[Callable[[], Proposer | None], str | None]] = {
     "draft, tree": (draft, "kary:3,2,1"),
     "draft, growing": (draft, "eagle2:depth=3,beam=3,nodes=6"),
     "several drafts": (
-        lambda: DraftModelProposer([near(target(), 0.1, 5), near(target(), 0.1, 6)]),  # type: ignore[type-var]
+        lambda: DraftModelProposer([near(target(), 0.1, 5), near(target(), 0.1, 6)]),
         "kary:2,2",
     ),
     "eagle3": (lambda: HeadProposer(stirred_head("eagle3", target(), 0.1)), "kary:2,2,1"),
