@@ -98,6 +98,8 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Maximum length of a continuation."""
     speed_prompts: Rare[AtLeast0] = 8
     """Prompts per set to time at batch 1; 0 skips timing."""
+    compile: Rare[bool] = False
+    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them (CUDA only)."""
     batch_size: Rare[AtLeast1] = 16
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000

@@ -117,15 +117,22 @@ class Contender:
         )
 
 
-def decoder_of(target: PreTrainedModel, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
+def decoder_of(
+    target: PreTrainedModel,
+    draft: AnyDraft,
+    method: Method,
+    compile: bool | str = False,  # noqa: A002 (as in torch.compile)
+) -> SpeculativeDecoder:
     """Return the decoder of one (draft, tree, verifier); raise ValueError if they do not fit."""
-    return SpeculativeDecoder(target, proposer_of(draft), method.shape, method.verifier)
+    return SpeculativeDecoder(
+        target, proposer_of(draft), method.shape, method.verifier, compile=compile
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
     """Prompts to decode, and what all methods share. Methods call `tick(n)` for every n finished
-    prompts.
+    prompts. compile: of the decoders that are timed.
     """
 
     target: PreTrainedModel
@@ -135,6 +142,7 @@ class Task:
     max_new_tokens: int
     seed: int
     batch_size: int = 1
+    compile: bool | str = False
 
     def baseline(self, tick: Tick = no_tick) -> BaselineMeasurement:
         """Continue every prompt with the target alone."""
@@ -185,10 +193,10 @@ class Task:
         of warm caches. Each is warmed up once before the clock counts.
         """
         load = os.getloadavg()[0]
-        contenders = [Contender(SpeculativeDecoder(self.target))]
+        contenders = [Contender(SpeculativeDecoder(self.target, compile=self.compile))]
         for name, draft in drafts.items():
             for method in methods[name]:
-                decoder = decoder_of(self.target, draft, method)
+                decoder = decoder_of(self.target, draft, method, self.compile)
                 contenders.append(Contender(decoder, name, method))
             # A copied token costs no forward of a draft.
             if costs_of is None or isinstance(draft, CopyingDraft | JoinedDraft):
@@ -222,7 +230,9 @@ class Task:
         nodes = min(method.shape.size, MOST_NODES)
         # A verifier of chains takes one candidate a level: the cheapest rule for several stands in.
         rule = "exact" if method.shape.size == method.shape.depth else method.verifier
-        return SpeculativeDecoder(self.target, proposer_of(draft), Tree((-1,) * nodes), rule)
+        tree = Tree((-1,) * nodes)
+        proposer = proposer_of(draft)
+        return SpeculativeDecoder(self.target, proposer, tree, rule, compile=self.compile)
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick

@@ -26,6 +26,7 @@ from draftsmith.core.ranks import is_main, launched, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
+from draftsmith.decode.recorded.steps import check_backend
 from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
@@ -76,7 +77,9 @@ def evaluate_request(request: EvalRequest) -> Results:
         on_main(lambda: _check_before(out, request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
-        reset_peak_memory(resolve_device(given.device))
+        device = resolve_device(given.device)
+        check_backend(given.compile, device)
+        reset_peak_memory(device)
         sources = models_of(request.drafts)
         suites, pair = load(given, sources, request.id_sets, request.ood_sets)
         drafts = _drafts(request, suites, pair)

@@ -264,7 +264,10 @@ class Evaluation:
             "machine": machine(self.pair.target),
             "costs_of": None if costs_of is None else costs_of.facts,
         }
+        if config.compile:
+            decides["compile"] = True
         task = self._task(suite, sampling, 1, config.speed_prompts)
+        task = replace(task, compile=config.compile)
         runs = 1 + self.request.runs
         return self.cell(
             decides,

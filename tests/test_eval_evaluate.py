@@ -16,6 +16,7 @@ import draftsmith.eval.evaluate as evaluation
 from draftsmith.cli.commands import run
 from draftsmith.core.errors import InputError, RequirementError, RunError
 from draftsmith.core.io import read_json
+from draftsmith.decode import BatchOutput, SpeculativeDecoder
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate, without_timings
 from draftsmith.eval.moved import found_again
@@ -432,3 +433,33 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
         ]
         found.append({path.name: path.read_bytes() for path in cells})
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8
+
+
+def test_steps_are_timed_as_they_are_served(world, summary, tmp_path, monkeypatch):
+    """Recorded steps need a GPU, which is said before the work; a timing of eager steps is not
+    taken for one of recorded ones.
+    """
+    recorded = replace(world, out=str(tmp_path / "out"), compile=True)
+    with pytest.raises(InputError, match="^compile: CUDA graphs need a CUDA device"):
+        evaluate(recorded)
+    assert not (tmp_path / "out").exists()
+    ran: list[object] = []
+
+    class Recorder(SpeculativeDecoder):
+        def __init__(self, *args: Any, compile: bool | str = False) -> None:  # noqa: A002
+            super().__init__(*args)
+            self.asked = compile
+
+        def generate(self, *args: Any, **options: Any) -> BatchOutput:
+            ran.append(self.asked)
+            return super().generate(*args, **options)
+
+    monkeypatch.setattr("draftsmith.eval.evaluate.check_backend", lambda *_: None)
+    monkeypatch.setattr("draftsmith.eval.decoding.SpeculativeDecoder", Recorder)
+    shutil.copytree(world.out, recorded.out)
+    timed = [path for path in Path(recorded.out).glob("cells/*") if "decode_s" in path.read_text()]
+    evaluate(recorded)
+    # The counts are those that were found before; the clock ran again.
+    assert set(ran) == {True}
+    cells = Path(recorded.out).glob("cells/*")
+    assert sum("decode_s" in path.read_text() for path in cells) == 2 * len(timed)

@@ -50,6 +50,15 @@ class _Step:
     form: Hashable
 
 
+def check_backend(backend: bool | str, device: torch.device) -> None:
+    """Raise InputError if steps would be recorded without a GPU."""
+    if backend is True and device.type != "cuda":
+        raise InputError(
+            "compile: CUDA graphs need a CUDA device; name a torch.compile backend such as "
+            "'inductor'"
+        )
+
+
 class StaticSteps:
     """The steps of one model: its buffers, and the recorded or compiled functions.
 
@@ -60,11 +69,7 @@ class StaticSteps:
     """
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
-        if backend is True and model.device.type != "cuda":
-            raise InputError(
-                "compile: CUDA graphs need a CUDA device; name a torch.compile backend such as "
-                "'inductor'"
-            )
+        check_backend(backend, model.device)
         self.model = model
         self.backend = backend
         self.seconds = 0.0

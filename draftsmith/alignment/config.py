@@ -167,6 +167,8 @@ class EvalChoices:
     """
     speed_prompts: Rare[Open[AtLeast0]] = OPEN
     """Prompts per set to time at batch 1; 0 skips timing."""
+    compile: Rare[bool] = False
+    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them (CUDA only)."""
     batch_size: Rare[Open[AtLeast1]] = OPEN
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)] | None] = None

@@ -21,6 +21,7 @@ from draftsmith.core.prompts import PromptSet, room_for_prompts
 from draftsmith.core.ranks import launched
 from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.decode.recorded.steps import check_backend
 from draftsmith.distill.own_prompts import user_opening
 from draftsmith.drafts.draft_vocabulary import (
     VocabularySize,
@@ -91,6 +92,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     target = models.target
     draft = next(iter(models.drafts.values()), None)
     device = resolve_device(config.device)
+    check_backend(config.eval.compile, device)
     on_gpu = device.type == "cuda"
     most = config.distill.max_prompts or (20_000 if on_gpu else 1024)
     if not config.id:
