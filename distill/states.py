@@ -3,9 +3,9 @@
 Legend: T tokens, L layers, H hidden size.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import torch
@@ -16,12 +16,13 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import body_states, layout_of
 from draftsmith.core.io import JsonObject, read_manifest
 from draftsmith.core.models import load_model
-from draftsmith.core.ranks import say
+from draftsmith.core.ranks import is_main, say
 from draftsmith.core.settings import Sampling, loading, tokenizing
 from draftsmith.core.state_files import checkpoint_files
 from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tokenizer
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
+from draftsmith.distill.engines.states import Files, StateWriter
 
 # A text to compare states on, and how many of its tokens two rows share.
 _TEXT = "The states of a text depend on its tokens alone, not on who else is read beside them. " * 8
@@ -41,8 +42,7 @@ def ask(engine: Engine, rows: Iterable[tuple[Key, Sequence[int]]]) -> None:
     def requests() -> Iterator[Sequence[AnswerRequest]]:
         waiting = iter(rows)
         while group := list(islice(waiting, _TOGETHER)):
-            states.rows |= {key: ids for key, ids in group if key.row >= 0}
-            yield [AnswerRequest(key, tuple(ids[:-1]), 0, _GREEDY, 1) for key, ids in group]
+            yield _requests(states, group)
 
     def done(request: AnswerRequest, answer: Answer | Failed) -> None:
         if isinstance(answer, Failed):
@@ -51,6 +51,43 @@ def ask(engine: Engine, rows: Iterable[tuple[Key, Sequence[int]]]) -> None:
     engine.run(requests(), done)
     if reasons:
         raise RunError(f"states: {len(reasons)} rows have none: {reasons[0]}")
+
+
+def _requests(
+    states: StateWriter, rows: Sequence[tuple[Key, Sequence[int]]]
+) -> list[AnswerRequest]:
+    states.rows |= {key: ids for key, ids in rows if key.row >= 0}
+    return [AnswerRequest(key, tuple(ids[:-1]), 0, _GREEDY, 1) for key, ids in rows]
+
+
+def ask_servers(
+    config: DistillConfig, layers: Sequence[int], files: Files
+) -> Callable[[Iterable[Sequence[Sequence[int]]]], None]:
+    """Find the servers, and let the main process `check` them. Return what asks for groups of rows
+    until there are no more, and raises RunError at once for a row without states.
+
+    layers: of `files`, ascending; the last is the raw last one. Of an empty group there is nothing
+    to ask for yet.
+    """
+    engine = ENGINES[config.engine](config, load_tokenizer(config.target, **tokenizing(config)))
+    states = engine.states
+    assert states is not None
+    states.layers = list(layers)
+    states.files = files
+    if is_main():
+        check(config, engine)
+    numbers = count()
+
+    def done(request: AnswerRequest, answer: Answer | Failed) -> None:
+        if isinstance(answer, Failed):
+            tokens = len(request.prompt_ids) + 1
+            raise RunError(f"states: a row of {tokens} tokens has none: {answer.reason}")
+
+    def ask_for(groups: Iterable[Sequence[Sequence[int]]]) -> None:
+        keyed = ([(Key(next(numbers), 0, 0), ids) for ids in group] for group in groups)
+        engine.run((_requests(states, group) for group in keyed), done)
+
+    return ask_for
 
 
 def check(config: DistillConfig, engine: Engine) -> None:
@@ -76,7 +113,7 @@ def check(config: DistillConfig, engine: Engine) -> None:
     files = checkpoint_files(config.target, config.revision)
     size = sum(file.stat().st_size for file in files)
     if size > _LARGEST:
-        say(f"distill: states are not compared with a local forward of {size / 2**30:.0f} GiB")
+        say(f"states: are not compared with a local forward of {size / 2**30:.0f} GiB")
     else:
         _compare(config, states.layers, list(zip(rows, found, strict=False)), tolerance)
     states.open(found[0].dtype)

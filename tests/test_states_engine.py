@@ -247,7 +247,7 @@ def test_small_twins_of_the_page_for_large_targets(
         twins = {
             r"(Qwen|meta-llama)/[\w.-]+": target_dir,
             "PROMPTS": prompts_file,
-            "http://localhost:8000/v1": server.url,
+            r"http://localhost:800\d/v1": server.url,
             "1 16 31 46 61": "1",
             "0 15 30 45 60": "0",
         }

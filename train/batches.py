@@ -5,7 +5,7 @@ per position.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,20 +16,29 @@ from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.batch import IGNORE, Batch
-from draftsmith.train.data import Examples, Row
+from draftsmith.train.data import Examples, Indices, Row
 from draftsmith.train.job import TrainingJob
 from draftsmith.train.stream import units
 from draftsmith.train.teacher import StoredTeacher
 
 
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:
-    """Return this process's batches of a step.
+    """Return this process's batches of a step."""
+    batches = []
+    for rows_B, positions_B in zip(*_own_units(job, step), strict=True):
+        seeds = [row_seed(job.config.seed, f"row {position}") for position in positions_B.tolist()]
+        batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
+        batches.append(batch.to(job.world.device))
+    return batches
+
+
+def _own_units(job: TrainingJob, step: int) -> tuple[Indices, Indices]:
+    """This process's units of a step and their positions in the stream, `[accumulation, B]` each.
 
     A step takes consecutive rows of the shuffled stream and deals them to (forward, process) in
     turn, so that its rows do not depend on how they are divided (law 6).
     """
     config = job.config
-    world = job.world
     shape = (config.accumulation, groups(), config.batch_size)
     start = step * math.prod(shape)
     stop = start + math.prod(shape)
@@ -41,14 +50,59 @@ def make_batches(job: TrainingJob, step: int) -> list[Batch]:
         fraction=config.replay_fraction,
         temperature=config.mixing_temperature,
     )
-    own_rows = rows.reshape(shape)[:, own_group()]
-    own_positions = np.arange(start, stop).reshape(shape)[:, own_group()]
-    batches = []
-    for rows_B, positions_B in zip(own_rows, own_positions, strict=True):
-        seeds = [row_seed(config.seed, f"row {position}") for position in positions_B.tolist()]
-        batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
-        batches.append(batch.to(world.device))
-    return batches
+    positions = np.arange(start, stop)
+    return rows.reshape(shape)[:, own_group()], positions.reshape(shape)[:, own_group()]
+
+
+def heldout_batches(job: TrainingJob) -> list[tuple[list[int], bool]]:
+    """This process's batches of held-out units, and whether each counts.
+
+    Sharded weights require the same number of forwards in every process: one with fewer batches
+    repeats the last batch, which does not count.
+    """
+    # Longest first: rows of similar length share a batch, and if memory runs out, it is in the
+    # first batch.
+    longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
+    size = job.config.batch_size
+    batches = [longest[i : i + size] for i in range(0, len(longest), size)]
+    last = len(batches) - 1
+    rounds = math.ceil(len(batches) / groups())
+    own = range(own_group(), rounds * groups(), groups())
+    return [(batches[min(index, last)], index <= last) for index in own]
+
+
+def reads(job: TrainingJob, step: int, *, training: bool) -> Iterator[list[int]]:
+    """Yield the tokens of every document, not cut, in the order in which this process reads their
+    states when `step` steps are done.
+
+    training: whether steps read them; else only evaluations do.
+    """
+    if step == 0:
+        yield from _heldout(job)
+    for done in range(step + 1, job.steps + 1):
+        if training:
+            own_rows, _ = _own_units(job, done - 1)
+            yield from tokens_of(job.training, own_rows.ravel())
+        if job.evaluates(done):
+            yield from _heldout(job)
+
+
+def _heldout(job: TrainingJob) -> Iterator[list[int]]:
+    for rows, _ in heldout_batches(job):
+        yield from tokens_of(job.heldout, rows)
+
+
+def tokens_of(examples: Examples, indices: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the tokens of every document of these units, not cut."""
+    for index in map(int, indices):
+        for row in _documents(examples, index):
+            yield row["prompt_ids"] + row["response_ids"]
+
+
+def _documents(examples: Examples, unit: int) -> Iterator[Row]:
+    group = [unit] if examples.groups is None else examples.groups[unit]
+    for row in group:
+        yield examples.rows[row]
 
 
 @dataclass
@@ -76,11 +130,10 @@ def collate(examples: Examples, indices: Iterable[int]) -> Batch:
     units: list[_Unit] = []
     documents: list[Row] = []
     for index in map(int, indices):
-        group = [index] if examples.groups is None else examples.groups[index]
         units.append(_Unit([], [], [], []))
-        for number, row in enumerate(group):
-            documents.append(examples.rows[row])
-            units[-1].add(number, documents[-1], examples.max_length)
+        for number, row in enumerate(_documents(examples, index)):
+            documents.append(row)
+            units[-1].add(number, row, examples.max_length)
     ids_BT = _padded([unit.ids for unit in units], 0)
     labels_BT = _padded([unit.labels for unit in units], IGNORE)
     stored = _stored(documents, examples.max_length) if examples.stored else None

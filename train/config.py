@@ -23,6 +23,7 @@ from draftsmith.core.options import (
     RunOptions,
     ShareBelow1,
     Spec,
+    Url,
     options,
     refuse_unused,
 )
@@ -134,6 +135,12 @@ class TrainConfig(RunOptions, LargeTargetOptions):
     """Directory of the target's hidden states, from `distill --states` or `head.features`. Of the
     target only embedding, final norm and output projection are then loaded.
     """
+    states_from: Rare[NotIdentity[list[Url]]] = field(default_factory=list)
+    """vLLM servers of the target, such as http://localhost:8000/v1, that write what `states` lacks
+    while training reads it, and share that directory.
+    """
+    states_gib: Rare[NotIdentity[Positive | None]] = None
+    """Limit of what they keep there, GiB; 16. What is gone is asked for again."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this many tokens, the most frequent in the responses, then those that the target
     finds likely; null is all. Not for eagle, medusa, hydra.
@@ -247,6 +254,7 @@ class TrainConfig(RunOptions, LargeTargetOptions):
                 self.target_parallel > 1 and (self.states or self.kind == "dspark"),
                 "is not for states (which need no layers of the target), nor kind dspark",
             ),
+            ("states_from", self.states_from and not self.states, "needs states, their directory"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]
         for key, wrong, reason in rules:
@@ -254,6 +262,8 @@ class TrainConfig(RunOptions, LargeTargetOptions):
                 raise InputError(f"{key}: {reason}")
         if not objective.needs_target:
             refuse_unused(self, {"loss_temperature": "`ce` has none"})
+        if not self.states_from:
+            refuse_unused(self, {"states_gib": "it limits states_from"})
         unread = {"features": "states replace it"} if self.states else {}
         if self.head.features is None:
             unread["features_gib"] = "it limits head.features"

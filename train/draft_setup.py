@@ -54,6 +54,7 @@ from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
 from draftsmith.train.data import Examples
 from draftsmith.train.features import StateMemory
 from draftsmith.train.job import TrainingJob
+from draftsmith.train.online_states import OnlineStates
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees import TRAINEES
 
@@ -280,6 +281,12 @@ def feature_cache(
     config = job.config
     options = config.head
     layers = (-1,) if isinstance(draft, PreTrainedModel) else cached_layers(draft.hidden_layers)
+    if config.states_from:
+        limit_gib = config.states_gib or _CACHE_GIB
+        assert config.states is not None
+        make_dir(Path(config.states), "states")
+        _say_size(job, layers, target, config.states, f"{limit_gib:g} may be used (states_gib)")
+        return OnlineStates(job, layers, int(limit_gib * 2**30))
     if config.states is not None:
         states = StoredStates(config.states, target, job.identity["states"], layers)
         for option, examples in (("data", job.training), ("heldout", job.heldout)):
@@ -289,13 +296,8 @@ def feature_cache(
         return None
     make_dir(Path(options.features), "head.features")
     limit_gib = options.features_gib or _CACHE_GIB
-    token_bytes = len(layers) * layout_of(target).width * target.dtype.itemsize
-    whole = int(job.training.lengths.sum() + job.heldout.lengths.sum()) * token_bytes
-    free = shutil.disk_usage(options.features).free
-    say(
-        f"train: features of all rows take {whole / 2**30:.2f} GiB in {options.features}, of "
-        f"which {limit_gib:g} may be used (head.features_gib) and {free / 2**30:.1f} are free"
-    )
+    used = f"{limit_gib:g} may be used (head.features_gib)"
+    _say_size(job, layers, target, options.features, used)
     assert config.target is not None
     digest = checkpoint_digest(config.target, config.revision)
     if is_divided(target):
@@ -309,6 +311,18 @@ def feature_cache(
         max_bytes=int(limit_gib * 2**30),
         process=own_group(),
         processes=groups(),
+    )
+
+
+def _say_size(
+    job: TrainingJob, layers: Sequence[int], target: PreTrainedModel, directory: str, used: str
+) -> None:
+    token_bytes = len(layers) * layout_of(target).width * target.dtype.itemsize
+    whole = int(job.training.lengths.sum() + job.heldout.lengths.sum()) * token_bytes
+    free = shutil.disk_usage(directory).free
+    say(
+        f"train: the target's states of all rows take {whole / 2**30:.2f} GiB in {directory}, of "
+        f"which {used} and {free / 2**30:.1f} are free"
     )
 
 

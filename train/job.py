@@ -48,6 +48,10 @@ class TrainingJob:
         asked = self.config.steps or math.ceil(rows / self.rows_per_step)
         return max([asked, *(cut.at + 1 for cut in self.cuts)])
 
+    def evaluates(self, step: int) -> bool:
+        """Whether a held-out evaluation follows after this many steps."""
+        return step % self.config.eval_every == 0 or step == self.steps
+
     @property
     def run_dir(self) -> Path:
         """Directory of what only training needs: checkpoints and metrics."""

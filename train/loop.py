@@ -9,7 +9,6 @@ import math
 import time
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from safetensors.torch import load_file
@@ -19,15 +18,15 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.errors import RunError
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
-from draftsmith.core.ranks import groups, own_group
+from draftsmith.core.ranks import groups, say
 from draftsmith.core.signals import StopSignal
-from draftsmith.core.state_files import FeatureCache
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.stats import independent_tau
 from draftsmith.train import checkpoint, parallel
 from draftsmith.train.batch import LossSums
-from draftsmith.train.batches import collate, make_batches
+from draftsmith.train.batches import collate, heldout_batches, make_batches, reads
 from draftsmith.train.job import Position, TrainingJob
+from draftsmith.train.online_states import OnlineStates
 from draftsmith.train.optimizer import learning_rate, make_optimizer, shortened_rate
 from draftsmith.train.parallel import Copies
 from draftsmith.train.tracking import curve_names, log_again
@@ -101,20 +100,11 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
     """Held-out loss per valid token over all processes; with a teacher, alpha and tau too."""
     world = job.world
     wrapped.trainee.eval()
-    # Longest first: rows of similar length share a batch, and if memory runs out, it is in the
-    # first batch.
-    longest = np.argsort(-job.heldout.valid_tokens, kind="stable").tolist()
-    size = job.config.batch_size
-    batches = [longest[i : i + size] for i in range(0, len(longest), size)]
-    rounds = math.ceil(len(batches) / groups())
     vectors = []
-    # Sharded weights require the same number of forwards in every process: one with fewer batches
-    # repeats the last batch, which does not count.
-    for index in range(own_group(), rounds * groups(), groups()):
-        rows = batches[min(index, len(batches) - 1)]
+    for rows, counts in heldout_batches(job):
         batch = collate(job.heldout, rows).to(world.device)
         vector = wrapped.module(batch).to_vector()
-        vectors.append(vector if index < len(batches) else torch.zeros_like(vector))
+        vectors.append(vector if counts else torch.zeros_like(vector))
     wrapped.trainee.train()
     totals = _add_up(world, vectors)
     loss = float(totals.loss)
@@ -147,8 +137,12 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
     if a number is not finite or memory runs out.
     """
     run = Progress()
+    cache = None if trainee.target is None else trainee.target.cache
     try:
         wrapped = _start(job, trainee, run)
+        if isinstance(cache, OnlineStates):
+            taught = job.config.kind != "lm" or job.objective.needs_target
+            cache.begin(reads(job, run.position.step, training=taught))
         trainee.train()
         stop.held = True
         if run.position.step == 0:
@@ -165,14 +159,19 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
                     raise stop.leaving()
                 by = "alpha" if "heldout_alpha" in position.best_figures else "loss"
                 figure = f"best held-out {by} {position.best_figures[f'heldout_{by}']:.3f}"
-                advance(1, f"loss {figures['loss']:.3f} {figure} at step {position.best_step}")
+                figure += f" at step {position.best_step}"
+                if isinstance(cache, OnlineStates):
+                    figure += f", waited {cache.waited():.0%} for states"
+                advance(1, f"loss {figures['loss']:.3f} {figure}")
+        if isinstance(cache, OnlineStates):
+            say(f"train: waited for states {cache.waited():.0%} of the time")
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
             raise
         raise _out_of_memory(job, run.position.step) from None
     finally:
-        if trainee.target is not None and isinstance(trainee.target.cache, FeatureCache):
-            trainee.target.cache.flush()
+        if cache is not None:
+            cache.close()
     stop.held = False
     return run
 
@@ -187,7 +186,7 @@ def _step_and_evaluate(job: TrainingJob, wrapped: Copies, run: Progress) -> dict
     memory = peak_memory(job.world.device)[0]
     clock = {"tokens_per_s": figures["tokens"] / seconds, "memory_gib": memory / 2**30}
     _log(job, step, figures, clock)
-    if step % job.config.eval_every == 0 or step == job.steps:
+    if job.evaluates(step):
         _evaluate_and_keep(job, wrapped, run)
     return figures
 

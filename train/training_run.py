@@ -57,7 +57,7 @@ from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, check_tokens_agree, draft_fingerprint
 from draftsmith.train import checkpoint, draft_setup, memory, tracking
-from draftsmith.train.batches import collate
+from draftsmith.train.batches import collate, tokens_of
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import (
     Examples,
@@ -72,6 +72,7 @@ from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.loop import Progress, fit
 from draftsmith.train.losses import LossFn
 from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
+from draftsmith.train.online_states import OnlineStates
 from draftsmith.train.optimizer import Cut, by_module, hidden_matrices, usual_rate
 from draftsmith.train.parallel import load_weights
 from draftsmith.train.trainee import Trainee
@@ -432,10 +433,14 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     cache = None
     if config.states is not None:
         cache = draft_setup.feature_cache(job, head, target)
+    if isinstance(cache, OnlineStates):
+        cache.begin(tokens_of(job.heldout, rows))
     trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing, cache)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     batches = (collate(job.heldout, group).to(target.device) for group in groups)
     figures = calibrate(trainee, batches)
+    if cache is not None:
+        cache.close()
     head.to("cpu")
     say(
         f"train: confidence: calibration error {figures['confidence_error_raw']:.3f}, with "

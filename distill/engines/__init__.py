@@ -103,7 +103,7 @@ class Engine(Protocol):
         """Answer all requests of all groups, each the requests of one part of the set.
 
         Take a group only when there is room, so that memory does not grow with the number of
-        prompts.
+        prompts. An empty group says that there is nothing to ask yet.
         """
 
     def close(self) -> None:

@@ -41,6 +41,10 @@ PATIENCE_S = 600.0
 # and its maximum.
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
+# Failures in a row after which it is said that a server is silent.
+_SILENT = 2
+# Seconds after an empty group.
+_NOTHING_YET_S = 0.01
 # Parts that may wait for their last answers while others are asked: bounds the memory.
 _OPEN_GROUPS = 8
 
@@ -216,6 +220,9 @@ class OpenAIEngine(Engine):
                     self._use_spare(server)
             await room.acquire()
             for requests in groups:
+                if not requests:
+                    await asyncio.sleep(_NOTHING_YET_S)
+                    continue
                 tasks.create_task(ask_group(requests))
                 await room.acquire()
                 if self._unasked:
@@ -249,6 +256,9 @@ class OpenAIEngine(Engine):
                         self._refuse(failure)
                     return Failed(reason)
                 server.failures += 1
+                if server.failures == _SILENT and not failure.status and server.dialect is not None:
+                    others = "others are asked, " if len(self._servers) > 1 else ""
+                    say(f"draftsmith: {failure.reason}; {others}it is tried again later")
                 pause_s = _pause_s(failure, server.failures)
                 attempts += failure.counts and server.dialect is not None
                 if attempts >= ATTEMPTS:

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -35,13 +35,25 @@ _FIRST = 32
 _NO_LIMIT = 2**62
 
 
+class Files(Protocol):
+    """Where states are kept; see `core.state_files.FeatureCache`."""
+
+    dtype: torch.dtype
+
+    def has(self, ids: Sequence[int]) -> bool: ...
+
+    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class StateWriter:
     """Takes states into files.
 
-    layers: of the states that the engine gives, ascending; the last is the raw last one. rows: the
-    tokens of rows that are asked for their states alone, by the key of the request. probes: states
-    of requests with a negative row, which are compared and not kept. expected: number of rows, if
-    it is known.
+    layers: of the states that the engine gives, ascending; the last is the raw last one. files:
+    where they are kept; made for the engine's dtype, if they are not set. rows: the tokens of rows
+    that are asked for their states alone, by the key of the request. probes: states of requests
+    with a negative row, which are compared and not kept. expected: number of rows, if it is known.
     """
 
     def __init__(self, config: DistillConfig) -> None:
@@ -62,7 +74,7 @@ class StateWriter:
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
         self._place = config.states
-        self._files: FeatureCache | None = None
+        self.files: Files | None = None
         self._began = time.monotonic()
         self._rows = self._tokens = self._bytes = 0
 
@@ -79,13 +91,14 @@ class StateWriter:
 
     def open(self, dtype: torch.dtype) -> None:
         """Begin to keep states of this dtype."""
-        names = [*self.layers[:-1], RAW_LAST]
-        self._files = FeatureCache(self._place, self._digest, names, dtype, _NO_LIMIT)
+        if self.files is None:
+            names = [*self.layers[:-1], RAW_LAST]
+            self.files = FeatureCache(self._place, self._digest, names, dtype, _NO_LIMIT)
 
     def has(self, ids: Sequence[int]) -> bool:
         """Whether all states of a row are kept."""
-        assert self._files is not None
-        return self._files.has(ids)
+        assert self.files is not None
+        return self.files.has(ids)
 
     def take(self, path: str | None, key: tuple[int, int, int], ids: Sequence[int]) -> None:
         """Take in and delete the file of a request. ids: prompt and answer."""
@@ -95,8 +108,8 @@ class StateWriter:
         if key[0] < 0:
             self.probes[key] = states_LTH
             return
-        assert self._files is not None
-        self._files.put(self.rows.pop(key, ids), states_LTH)
+        assert self.files is not None
+        self.files.put(self.rows.pop(key, ids), states_LTH)
         self._rows += 1
         self._tokens += states_LTH.shape[1]
         self._bytes += states_LTH.nbytes
@@ -136,6 +149,9 @@ class StateWriter:
                 f"has {layers} states of {width} values a token, not {len(self.layers)} of "
                 f"{self._width}; serve with eagle_aux_hidden_state_layer_ids {self.layers}"
             )
+        if self.files is not None and states_LTH.dtype != self.files.dtype:
+            dtype = str(states_LTH.dtype).removeprefix("torch.")
+            return f"is in {dtype}; give --dtype {dtype}"
         if not states_LTH.isfinite().all():
             return "holds NaN or infinite values; serve in bfloat16 or float32"
         return ""
@@ -143,7 +159,7 @@ class StateWriter:
     def _say_cost(self) -> None:
         rate = self._tokens / (time.monotonic() - self._began)
         size = self._bytes / self._tokens
-        line = f"distill: states take {size:,.0f} bytes a token, at {rate:,.0f} tokens/s"
+        line = f"states: take {size:,.0f} bytes a token, at {rate:,.0f} tokens/s"
         if self.expected is not None:
             tokens = self._tokens / self._rows * self.expected
             free = shutil.disk_usage(self._place).free
@@ -155,5 +171,5 @@ class StateWriter:
 
     def flush(self) -> None:
         """Write what is in memory."""
-        if self._files is not None:
-            self._files.flush()
+        if self.files is not None:
+            self.files.close()

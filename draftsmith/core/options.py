@@ -82,7 +82,7 @@ def _fields(config: type) -> dict[str, FieldInfo]:
     return fields
 
 
-_OF_ONE_MACHINE = ("out", "device", "endpoint", "head.features", "states")
+_OF_ONE_MACHINE = ("out", "device", "endpoint", "head.features", "states", "states_from")
 NotIdentity = Annotated[T, "not identity"]
 ByContent = Annotated[T, "by content"]
 Rare = Annotated[T, "rare"]

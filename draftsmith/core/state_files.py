@@ -102,16 +102,22 @@ class StateFiles:
             return self._waiting.get(key)
         try:
             if file not in self._readers:
-                if sha256_file(file) != file.stem:
-                    raise OSError
                 # Kept open: it is memory-mapped, and opening it again would parse its whole index
                 # again.
-                self._readers[file] = safe_open(file, framework="pt")
+                self._readers[file] = self._open(file)
             state_TH: Tensor = self._readers[file].get_tensor(key)
         except (OSError, SafetensorError):
             self._forget(file)
             return None
         return state_TH
+
+    def _open(self, file: Path) -> Any:
+        if sha256_file(file) != file.stem:
+            raise OSError
+        return safe_open(file, framework="pt")
+
+    def close(self) -> None:
+        """Keep what is to be kept."""
 
     def _forget(self, file: Path) -> None:
         log.warning("%s: is damaged; its features are computed again", file)
@@ -163,6 +169,9 @@ class FeatureCache(StateFiles):
             if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._shard_bytes:
                 self.flush()
 
+    def close(self) -> None:
+        self.flush()
+
     def flush(self) -> None:
         """Write what is in memory as one shard; if it does not fit, drop it and take nothing more
         in.
@@ -202,11 +211,14 @@ class StoredStates(StateFiles):
     ) -> None:
         super().__init__(directory, fingerprint, state_names(target, layers), target.dtype)
         self._place = directory
-        if not self._file_of:
-            raise InputError(f"states: {directory}: {self._why_nothing()}")
+        self._check_any()
         self._norm = final_norm(target)
         self._target = target
         self._whole: dict[str, str] = {}
+
+    def _check_any(self) -> None:
+        if not self._file_of:
+            raise InputError(f"states: {self._place}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
         kept = []

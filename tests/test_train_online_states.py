@@ -1,0 +1,190 @@
+"""Training beside servers that write the target's states while it reads them."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.options import command_line
+from draftsmith.distill.config import StatesConfig
+from draftsmith.distill.engines import openai
+from draftsmith.distill.states import write_states
+from draftsmith.train import online_states
+from draftsmith.train.config import HeadOptions, TrainConfig
+from draftsmith.train.training_run import train
+from tests.door import forget_processes
+from tests.serving import Server, serving
+from tests.test_states_engine import writer
+from tests.train_laws import BEFORE, close
+
+ROWS = 48
+# Requests before the first row: the trial, one text alone, and three together.
+FIRST = 5
+# Less than a fifth of what the rows take.
+SMALL = 4e-5
+RUN: dict[str, Any] = {
+    "kind": "eagle3",
+    "objective": "fkl",
+    "max_length": 48,
+    "batch_size": 4,
+    "heldout_fraction": 0.2,
+    "steps": 18,
+    "eval_every": 9,
+    "save_every": 4,
+    "device": "cpu",
+}
+
+
+def trained(out: Path, **options: Any) -> Path:
+    forget_processes()
+    train(TrainConfig(**RUN | options, head=HeadOptions(test_steps=2), out=str(out)))
+    return out
+
+
+def same(found: Path, wanted: Path) -> None:
+    for name in ("model.safetensors", "run/metrics.jsonl"):
+        assert (found / name).read_bytes() == (wanted / name).read_bytes()
+
+
+@pytest.fixture(scope="module")
+def pair(target_dir, distilled):
+    return {"target": target_dir, "data": [distilled]}
+
+
+@pytest.fixture(scope="module")
+def far(pair, tmp_path_factory, tokenizer):
+    """The draft that a finished set of states trains."""
+    place = tmp_path_factory.mktemp("far")
+    states = str(place / "states")
+    target = pair["target"]
+    with serving("vllm", tokenizer, states=writer(target, place)) as server:
+        asked = {"target": target, "engine": "openai", "endpoint": [server.url]}
+        write_states(StatesConfig(**asked, states=states, states_of=pair["data"]))
+    return trained(place / "draft", **pair, states=states)
+
+
+def watched(states: Callable[[list[int]], str], place: Path, sizes: list[int]) -> Any:
+    """Writes states, and notes how much is on disk then."""
+
+    def write(given: list[int]) -> str:
+        path = states(given)
+        total = 0
+        for file in [*place.glob("served/*"), *place.glob("states/online-*/*/*")]:
+            try:
+                total += file.stat().st_size
+            except FileNotFoundError:
+                continue
+        sizes.append(total)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("gib", "least", "most"), [(None, ROWS, ROWS), (SMALL, ROWS + 1, 2 * ROWS)]
+)
+def test_states_are_read_while_they_are_written(
+    gib, least, most, pair, far, tokenizer, tmp_path, capsys
+):
+    """As from a finished set. Each row is asked for once; with less room, when it comes back, and
+    the room holds all that is there.
+    """
+    sizes: list[int] = []
+    states = watched(writer(pair["target"], tmp_path), tmp_path, sizes)
+    with serving("vllm", tokenizer, states=states) as server:
+        place = {"states": str(tmp_path / "states"), "states_gib": gib}
+        trained(tmp_path / "near", **pair, **place, states_from=[server.url])
+        assert least + FIRST <= len(server.bodies) <= most + FIRST
+    same(tmp_path / "near", far)
+    assert max(sizes) < (gib or 1) * 2**30 and not list(tmp_path.glob("states/online-*"))
+    assert "train: waited for states" in capsys.readouterr().err
+
+
+def test_it_learns_as_beside_the_target(pair, far, tmp_path):
+    close(trained(tmp_path / "local", **pair), far)
+
+
+@pytest.fixture
+def dying(tokenizer, monkeypatch):
+    """`dying(states)`: a server that is gone after some rows."""
+    monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(online_states, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(online_states, "_CONCURRENCY", 4)
+
+    @contextmanager
+    def dies(states: Callable[[list[int]], str]) -> Iterator[Server]:
+        def misbehave(number: int) -> str | None:
+            if number < FIRST + 20:
+                return None
+            server.server_close()
+            return "reset"
+
+        with serving("vllm", tokenizer, states=states, misbehave=misbehave) as server:
+            yield server
+
+    return dies
+
+
+def test_a_server_that_dies_is_left_out(pair, far, tokenizer, tmp_path, capsys, dying):
+    states = writer(pair["target"], tmp_path)
+    with serving("vllm", tokenizer, states=states) as lives, dying(states) as dead:
+        place = {"states": str(tmp_path / "states"), "states_gib": SMALL}
+        trained(tmp_path / "near", **pair, **place, states_from=[lives.url, dead.url])
+        same(tmp_path / "near", far)
+        said = capsys.readouterr().err
+        assert said.count(f"draftsmith: {dead.url}: ") == 1
+        assert "others are asked, it is tried again later" in said
+
+
+@pytest.mark.slow(20)
+def test_a_run_that_ends_early_goes_on_to_the_same_draft(
+    pair, far, tokenizer, tmp_path, door, spawn, dying
+):
+    """Killed in a step; then all servers are gone."""
+    states = writer(pair["target"], tmp_path)
+    config = TrainConfig(
+        **RUN,
+        **pair,
+        head=HeadOptions(test_steps=2),
+        out=str(tmp_path / "near"),
+        states=str(tmp_path / "states"),
+        states_gib=SMALL,
+        states_from=["http://127.0.0.1:1/v1"],
+    )
+    words = shlex.split(command_line("train", config))[1:]
+    with serving("vllm", tokenizer, states=states) as server:
+        words[words.index("http://127.0.0.1:1/v1")] = server.url
+        patch = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 7, KILL)"
+        spawn(*words, cwd=tmp_path, patch=patch).wait(-9)
+        assert list(tmp_path.glob("states/online-*/0/*"))
+    with dying(states) as server:
+        words[words.index("--states_from") + 1] = server.url
+        said = door.refused(*words, code=1)
+        assert "no server has answered for" in said
+    with serving("vllm", tokenizer, states=states) as server:
+        words[words.index("--states_from") + 1] = server.url
+        door.ok(*words)
+    same(tmp_path / "near", far)
+
+
+def test_what_cannot_be_used_is_one_line(pair, far, tokenizer, tmp_path):
+    place: dict[str, Any] = {"states": str(tmp_path / "states")}
+    with pytest.raises(InputError, match="states_from: needs states, their directory"):
+        TrainConfig(**RUN, **pair, out="o", states_from=["http://here"])
+    with pytest.raises(InputError, match="states_gib: is not read"):
+        TrainConfig(**RUN, **pair, **place, out="o", states_gib=1)
+    with pytest.raises(InputError, match="states_from: no server answers"):
+        trained(tmp_path / "near", **pair, **place, states_from=["http://127.0.0.1:1"])
+    with pytest.raises(InputError, match="states_gib: a row of 37 tokens takes .*; give more"):
+        trained(tmp_path / "near", **pair, **place, states_from=["http://1"], states_gib=1e-6)
+    states = writer(pair["target"], tmp_path)
+    with serving("vllm", tokenizer, states=states) as server:
+        half = {"states_from": [server.url], "dtype": "bfloat16"}
+        with pytest.raises(RunError, match="is in float32; give --dtype float32"):
+            trained(tmp_path / "near", **pair, **place, **half)
+    assert not (tmp_path / "near").exists()

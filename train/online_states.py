@@ -1,0 +1,286 @@
+"""States that servers write while training reads them.
+
+A thread asks for the documents in the order in which training will read them, as far ahead as the
+bound on disk allows. What was read stays while there is room. The documents that came last go
+first: they come back once per epoch, so dropping the oldest would drop each just before it is
+needed.
+"""
+
+import contextlib
+import heapq
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from draftsmith.core.errors import InputError
+from draftsmith.core.hidden_states import layout_of
+from draftsmith.core.io import hash_json, writing
+from draftsmith.core.ranks import groups, own_group
+from draftsmith.core.settings import loading
+from draftsmith.core.state_files import RAW_LAST, StoredStates
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.states import ask_servers
+from draftsmith.train.config import TrainConfig
+from draftsmith.train.job import TrainingJob
+
+# Documents that are asked for together.
+_TOGETHER = 32
+# Bytes of a file and of a token beside its states.
+_FILE_BYTES = 1024
+_TOKEN_BYTES = 8
+# Once the directory is full, at most this part of it is for what was not read yet.
+_AHEAD = 4
+# A request reads a document and draws one token: a few fill an engine, and none takes long.
+_CONCURRENCY = 16
+_TIMEOUT_S = 120.0
+# Seconds that requests have to end once nothing more is read.
+_LEAVE_S = 5.0
+
+
+class _Closed(Exception):
+    """Nothing more is read."""
+
+
+@dataclass
+class _Document:
+    """number: in the order of asking. size: bytes of its own file, 0 if it was here before. reads:
+    how often it will be read, as far as was asked ahead. here: whether it can be. keys: of what its
+    own file holds.
+    """
+
+    number: int
+    size: int
+    here: bool
+    reads: int = 0
+    keys: Sequence[str] = ()
+
+
+class OnlineStates(StoredStates):
+    """`--states_from`: what the files of `--states` lack comes from servers.
+
+    Own files are in a directory of this process, which is empty when it begins and gone when it
+    ends; they, and what servers are writing, have this process's share of max_bytes. Raise
+    InputError if the servers cannot be used.
+    """
+
+    def __init__(self, job: TrainingJob, layers: Sequence[int], max_bytes: int) -> None:
+        config = job.config
+        assert config.states is not None and job.target is not None
+        super().__init__(config.states, job.target, job.identity["states"], layers)
+        layout = layout_of(job.target)
+        last = layout.count - 1
+        given = {last if layer in (-1, RAW_LAST) else int(layer) for layer in self.layers}
+        self._names = [RAW_LAST if layer == last else layer for layer in sorted(given)]
+        self._token_bytes = _TOKEN_BYTES + len(given) * layout.width * self.dtype.itemsize
+        self._length = config.max_length
+        self._limit = max_bytes // groups()
+        longest = max(job.training.lengths.max(), job.heldout.lengths.max())
+        if self._size(int(longest)) > self._limit:
+            needed = groups() * self._size(int(longest)) / 2**30
+            raise InputError(f"states_gib: a row of {longest} tokens takes {needed:.2g}; give more")
+        self._own = _own_directory(Path(config.states), config.out)
+        self._documents: dict[str, _Document] = {}
+        self._count = 0
+        # Bytes of own files, and of those among them that are still to be read.
+        self._used = self._ahead = 0
+        # Documents that were read, the last to be asked for first.
+        self._done: list[tuple[int, str]] = []
+        self._changed = threading.Condition()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._began = time.monotonic()
+        self._waited_s = 0.0
+        self._thread: threading.Thread | None = None
+        try:
+            self._ask = ask_servers(_servers(config), sorted(given), self)
+        except InputError as error:
+            reason = str(error).removeprefix("endpoint: ")
+            raise InputError(f"states_from: {reason}") from None
+
+    def begin(self, reads: Iterable[Sequence[int]]) -> None:
+        """Let the servers work. reads: the tokens of documents, not cut, in the order of `get`."""
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._work, args=(reads,), daemon=True)
+        self._thread.start()
+
+    def waited(self) -> float:
+        """The share of the time since `begin` that `get` waited."""
+        return self._waited_s / (time.monotonic() - self._began)
+
+    def get(self, ids: Sequence[int]) -> Tensor:
+        """The states `[L, T, H]` of the next document, once they are here.
+
+        Raise what ended the asking if they will not come.
+        """
+        key = self._key(ids)
+        began = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_here(key) or self._error is not None)
+            self._waited_s += time.monotonic() - began
+            if self._error is not None and not self._is_here(key):
+                raise self._error
+        states_LTH = super().get(ids)
+        with self._changed:
+            document = self._documents[key]
+            document.reads -= 1
+            if document.size and not document.reads:
+                self._ahead -= document.size
+                self._readers.pop(self._file(key), None)
+                heapq.heappush(self._done, (-document.number, key))
+        return states_LTH
+
+    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
+        """Take in what a server wrote."""
+        key = self._key(ids)
+        file = self._file(key)
+        states = zip(self._names, states_LTH, strict=True)
+        tensors = {self.key(ids, name): state_TH.contiguous() for name, state_TH in states}
+        with writing(file):
+            file.write_bytes(save(tensors))
+        with self._changed:
+            self._file_of |= dict.fromkeys(tensors, file)
+            self._documents[key].keys = tuple(tensors)
+            self._documents[key].here = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ask no more, and delete what is left."""
+        with self._changed:
+            self._closed = True
+        if self._thread is not None:
+            self._thread.join(_LEAVE_S)
+        shutil.rmtree(self._own, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # Other processes may have theirs.
+            self._own.parent.rmdir()
+
+    def _work(self, reads: Iterable[Sequence[int]]) -> None:
+        error: BaseException = AssertionError("documents are read in another order")
+        try:
+            self._ask(self._groups(reads))
+        except BaseException as stopped:
+            error = stopped
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def _groups(self, reads: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
+        """What to ask for together; nothing while there is no room."""
+        group: list[Sequence[int]] = []
+        for whole in reads:
+            while not self._expect(whole, group):
+                yield group
+                group = []
+            if len(group) == _TOGETHER:
+                yield group
+                group = []
+        yield group
+
+    def _expect(self, whole: Sequence[int], group: list[Sequence[int]]) -> bool:
+        """Count a document that will be read, and add it to `group` if it must be asked for; False
+        if there is no room for it yet.
+        """
+        ids = whole[: self._length]
+        key = self._key(ids)
+        with self._changed:
+            if self._closed:
+                raise _Closed
+            document = self._documents.get(key)
+            if document is None:
+                size = 0 if self._was_here(whole) else self._size(len(ids))
+                if not self._make_room(size):
+                    return False
+                document = self._documents[key] = _Document(self._count, size, here=not size)
+                self._count += 1
+                self._used += size
+                if size:
+                    group.append(ids)
+                else:
+                    self._changed.notify_all()
+            if not document.reads:
+                self._ahead += document.size
+            document.reads += 1
+        return True
+
+    def _make_room(self, size: int) -> bool:
+        if self._used + size <= self._limit:
+            return True
+        if self._ahead and self._ahead + size > self._limit // _AHEAD:
+            return False
+        while self._done and self._used + size > self._limit:
+            _, key = heapq.heappop(self._done)
+            document = self._documents.get(key)
+            # It may have been dropped, or be read once more.
+            if document is not None and document.here and not document.reads:
+                self._drop(key)
+        return self._used + size <= self._limit
+
+    def _drop(self, key: str) -> None:
+        document = self._documents.pop(key)
+        self._used -= document.size
+        for name in document.keys:
+            del self._file_of[name]
+        self._file(key).unlink()
+
+    def _was_here(self, whole: Sequence[int]) -> bool:
+        return all([self._find(whole, self._length, layer) for layer in self.layers])
+
+    def _is_here(self, key: str) -> bool:
+        return key in self._documents and self._documents[key].here
+
+    def _key(self, ids: Sequence[int]) -> str:
+        return self.key(ids, RAW_LAST)
+
+    def _file(self, key: str) -> Path:
+        return self._own / f"{key}.safetensors"
+
+    def _size(self, tokens: int) -> int:
+        return _FILE_BYTES + tokens * self._token_bytes
+
+    def _open(self, file: Path) -> Any:
+        # Own files were whole when they came in.
+        if file.parent == self._own:
+            return safe_open(file, framework="pt")
+        return super()._open(file)
+
+    def _check_any(self) -> None:
+        """What is not here is asked for."""
+
+
+def _own_directory(states: Path, out: str) -> Path:
+    """An empty directory for this process of the run that writes `out`; what a killed run left is
+    deleted.
+    """
+    run = states / f"online-{hash_json(str(Path(out).absolute()))[:16]}"
+    for left in run.glob("*"):
+        rank = int(left.name)
+        if rank == own_group() or (own_group() == 0 and rank >= groups()):
+            shutil.rmtree(left)
+    own = run / str(own_group())
+    with writing(own):
+        own.mkdir(parents=True)
+    return own
+
+
+def _servers(config: TrainConfig) -> DistillConfig:
+    assert config.target is not None
+    return DistillConfig(
+        target=config.target,
+        prompts="",
+        out=config.out,
+        max_new_tokens=1,
+        engine="openai",
+        endpoint=config.states_from,
+        states=config.states,
+        concurrency=_CONCURRENCY,
+        timeout_s=_TIMEOUT_S,
+        **loading(config),
+    )
