@@ -69,7 +69,8 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Drafts to compare, each MODEL or NAME=MODEL: a language model, a head,
     `mtp` (the target's own MTP layer), or a method without weights: prompt_lookup, lookahead,
     retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup, and the model
-    where it finds nothing. Lookahead has its own tree and no alpha.
+    where it finds nothing. Lookahead has its own tree and no alpha. One NAME= several times, or
+    with a pattern (*): training seeds of one draft.
     """
     id: Named
     """Prompt sets in distribution, each PROMPTS, NAME=PROMPTS, @SUITE, or @SUITE:FILE for local

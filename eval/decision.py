@@ -34,6 +34,7 @@ from draftsmith.eval.bootstrap import (
 )
 from draftsmith.eval.results_table import ResultsTable, key_of
 from draftsmith.eval.schema import Estimate, Row, SuiteKind
+from draftsmith.eval.seeds import draft_of
 
 Advice = Literal[
     "ship", "ship_for", "none_beats_none", "rejected", "not_shown", "busy", "too_few", "not_timed"
@@ -237,7 +238,7 @@ def _timed(results: ResultsTable, rejected: Collection[str]) -> list[_Timed]:
     """Every lossless setting that was timed, judged together."""
     speedups: dict[Setting, list[Row]] = {}
     for row in results.by_set("speedup"):
-        if results.lossless(row["verifier"]):
+        if results.lossless(row["verifier"]) and row["draft"] in results.drafts:
             speedups.setdefault(Setting.of(row), []).append(row)
     judged = list(chain.from_iterable(speedups.values()))
     busy = any(results.busy(row["domain"], row["temperature"]) for row in judged)
@@ -275,9 +276,9 @@ def _cells(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> li
 
 
 def _over_base(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> Estimate | None:
-    of_base = [other for other in timed if other.setting.draft == results.base]
+    of_base = [other for other in timed if draft_of(other.setting.draft) == results.base]
     busy = any(results.busy(row["domain"], row["temperature"]) for row in chosen.speedups)
-    if chosen.setting.draft == results.base or busy or not of_base:
+    if chosen in of_base or busy or not of_base:
         return None
     base = max(of_base, key=lambda other: other.merit)
     return _quotient(results, chosen.speedups, base.speedups)

@@ -39,12 +39,14 @@ from draftsmith.eval.facts import clock, model_rows
 from draftsmith.eval.loading import load
 from draftsmith.eval.measuring import Evaluation
 from draftsmith.eval.moved import found_again
+from draftsmith.eval.pooled_runs import with_pooled_runs
 from draftsmith.eval.remarks import announce
 from draftsmith.eval.report.findings import lead
 from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Remark, ResultsDocument
+from draftsmith.eval.seeds import of_runs
 from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.tracking import track
 
@@ -92,6 +94,7 @@ def evaluate_request(request: EvalRequest) -> Results:
             say(f"eval: {found.note}")
         request = request.resolved(found.sampling, date_of(pair.tokenizer))
         models = model_rows(given.target, pair.target, request.drafts, drafts)
+        notes += announce(of_runs(models), strict=given.strict)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         of_target = remarks.of_target(given.target, pair.target)
@@ -152,8 +155,7 @@ def _document(
 
     options = asdict(work.request.config)
     return rows.assemble(
-        setting,
-        measured,
+        *with_pooled_runs(setting, measured),
         config=without_secrets(options),
         models=work.models,
         provenance=provenance(command_line("eval", given), options),

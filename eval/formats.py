@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.schema import SuiteKind
+from draftsmith.eval.seeds import Spread
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
@@ -46,6 +47,17 @@ def with_interval(
         return value
     low = number(figure["low"] * scale, digits, sign=sign)
     return f"{value} [{low}, {number(figure['high'] * scale, digits, sign=sign)}]"
+
+
+def with_seeds(
+    figure: Figure | None, spread: Spread | None, digits: int = 3, *, sign: bool = False
+) -> str:
+    """A figure, its interval and its spread, 0.15 [0.12, 0.19], 3 seeds 0.14 to 0.17."""
+    text = with_interval(figure, digits, sign=sign)
+    if spread is None:
+        return text
+    low = number(spread.low, digits, sign=sign)
+    return f"{text}, {spread.seeds} seeds {low} to {number(spread.high, digits, sign=sign)}"
 
 
 def kept(transfer: Figure | None, gain: Figure | None) -> str:

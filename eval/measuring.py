@@ -25,6 +25,7 @@ from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
 from draftsmith.eval.request import EvalRequest
 from draftsmith.eval.rows import Measured, Setting, prediction_rows
 from draftsmith.eval.schema import ModelRow
+from draftsmith.eval.seeds import draft_of
 from draftsmith.eval.suites import Suite
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
@@ -126,7 +127,7 @@ class Evaluation:
 
     def _worth_decoding(self, measured: Measured) -> EvalRequest:
         """Leave out the decoding of models that save next to no call by their acceptance, on every
-        set, unless figures of decoding are required.
+        set, unless figures of decoding are required. Runs of one draft are all decoded.
         """
         request = self.request
         methods = dict(request.methods)
@@ -139,7 +140,8 @@ class Evaluation:
             asked = {(method.tree, method.verifier) for method in methods[name]}
             most = max((row["high"] or math.inf for row in taus), default=math.inf)
             copies = isinstance(draft, CopyingDraft | JoinedDraft)
-            if asked and asked <= foreseen and most < SAVES_NOTHING and not copies:
+            lone = draft_of(name) == name
+            if asked and asked <= foreseen and most < SAVES_NOTHING and not copies and lone:
                 methods[name] = []
                 say(
                     f"eval: draft {name} is not decoded: by its alpha it has at most {most:.3f} "

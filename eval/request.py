@@ -20,11 +20,13 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.method import Method, methods_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.schema import How
+from draftsmith.eval.seeds import draft_of, named_runs, shown
 
 
 @dataclass(frozen=True)
 class EvalRequest:
-    """What an evaluation measures. Drafts and prompt sets map names to sources.
+    """What an evaluation measures. Drafts (runs, of several seeds) and prompt sets map names to
+    sources.
 
     asked: the methods of the options. methods: those of each draft.
     """
@@ -103,8 +105,9 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
 
 def check(config: EvalConfig) -> EvalRequest:
     """Parse the options. Raise InputError for those that no models can satisfy."""
-    drafts = parse_named("--draft", config.draft)
-    if "target" in drafts:
+    drafts = named_runs(config.draft)
+    config = replace(config, draft=[f"{draft_of(run)}={drafts[run]}" for run in drafts])
+    if "target" in shown(drafts):
         raise InputError("--draft target=...: this name is the target's; use another")
     check_sources(drafts.values())
     id_sets = _sets("--id", config.id)
@@ -112,15 +115,16 @@ def check(config: EvalConfig) -> EvalRequest:
     if both := id_sets.keys() & ood_sets.keys():
         raise InputError(f"--ood {min(both)}: --id has this name; a set is either ID or OOD")
     # What copies is no draft to compare alignments with, unless there is no other.
-    trained = [name for name, source in drafts.items() if not copies_first(source)] or list(drafts)
+    first = {draft_of(run): drafts[run] for run in reversed(drafts)}
+    trained = [name for name in shown(drafts) if not copies_first(first[name])] or shown(drafts)
     base = config.base or trained[0]
-    if base not in drafts:
-        raise InputError(f"--base {base}: no draft has this name; {nearest(base, drafts)}")
+    if base not in first:
+        raise InputError(f"--base {base}: no draft has this name; {nearest(base, shown(drafts))}")
     if base not in trained:
-        why = "has no weights" if is_copying(drafts[base]) else "copies before it drafts"
+        why = "has no weights" if is_copying(first[base]) else "copies before it drafts"
         raise InputError(f"--base {base}: {why}; {nearest(base, trained)}")
     planned = next((name for name in trained if name != base), base)
-    plan = Path(drafts[planned]) / "plan.json"
+    plan = Path(first[planned]) / "plan.json"
     if "auto" in config.tree and not plan.is_file():
         raise InputError(
             f"--tree auto: {plan} is missing; `draftsmith plan` with this draft makes it"
@@ -137,13 +141,14 @@ def check(config: EvalConfig) -> EvalRequest:
     named: dict[str, list[How]] = {}
     for name, each in methods.items():
         named[name] = [(method.tree, method.verifier) for method in each]
+        named[draft_of(name)] = named[name]
     scope = Scope(
         base=base,
         id_sets=list(id_sets),
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
         methods=named,
-        copying=[name for name, source in drafts.items() if copies_first(source)],
+        copying=[name for name, source in first.items() if copies_first(source)],
     )
     for text in config.require:
         requirement = Requirement.parse(text)

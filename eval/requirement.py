@@ -4,9 +4,11 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.eval.schema import How, Row, RowKey
+from draftsmith.eval.seeds import Spread, draft_of, shown
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -24,8 +26,8 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 class Scope:
     """Names of what an evaluation measures, from which a requirement selects.
 
-    methods: tree and verifier of each method, by draft. copying: the drafts that copy, alone or
-    before a model.
+    methods: tree and verifier of each method, by draft; runs of several seeds, and their means, are
+    drafts. copying: the drafts that copy, alone or before a model.
     """
 
     base: str
@@ -44,6 +46,7 @@ class Requirement:
 
     `>=` and `>` are judged on the low bound of the 95 % interval, `<=` and `<` on its high bound.
     So a draft that lies exactly on the number meets a requirement in at most 2.5 % of evaluations.
+    Of a draft with several training seeds, that of the mean is judged, and so is every run's value.
     Requirements are judged one by one, without a correction for their number. A name that the
     brackets omit stands for all: every prompt set, temperature and tree, and every draft with
     weights but the base. The base is judged if it is the only draft and the figure is no gain.
@@ -85,8 +88,8 @@ class Requirement:
         """
         judged = list(scope.methods)
         if "draft" not in self.wanted:
-            judged = [draft for draft in judged if draft not in scope.copying] or judged
-        drafts = [draft for draft in judged if draft != scope.base]
+            judged = [draft for draft in shown(judged) if draft not in scope.copying] or judged
+        drafts = [draft for draft in judged if draft_of(draft) != scope.base]
         if self.figure not in _OF_GAIN and (not drafts or "draft" in self.wanted):
             drafts = judged
         if not drafts:
@@ -132,10 +135,16 @@ class Requirement:
         return [value]
 
     def unmet(
-        self, key: RowKey, row: Row | None, why_undefined: str | None, *, busy: bool = False
+        self,
+        key: RowKey,
+        row: Row | None,
+        why_undefined: str | None,
+        spread: Spread | None = None,
+        *,
+        busy: bool = False,
     ) -> str | None:
-        """Say why the figure of a key misses the requirement; None if it meets it. busy: whether
-        the machine was, when it was timed.
+        """Say why the figure of a key misses the requirement; None if it meets it. spread: over
+        training seeds. busy: whether the machine was, when it was timed.
         """
         method = f", {key.tree} {key.verifier}" if key.tree else ""
         where = f"{key.draft} on {key.domain} at T={key.temperature:g}{method}"
@@ -148,11 +157,13 @@ class Requirement:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
         if busy and row["low"] <= self.bound <= row["high"]:
             return f"{where} cannot be told: the machine was busy; time again (--time_again)"
-        side = "low" if self.sign.startswith(">") else "high"
-        if OPERATORS[self.sign](row["low"] if side == "low" else row["high"], self.bound):
-            return None
-        spread = f"95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
-        return (
-            f"{where} {row['value']:.4f}, {spread}; its {side} bound is not {self.sign} "
-            f"{self.bound:g}"
-        )
+        side: Literal["low", "high"] = "low" if self.sign.startswith(">") else "high"
+        meets = OPERATORS[self.sign]
+        found = f"{where} {row['value']:.4f}, 95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
+        if spread is not None:
+            found += f", seeds from {spread.low:.4f} to {spread.high:.4f}"
+        if not meets(row[side] or 0.0, self.bound):
+            return f"{found}; its {side} bound is not {self.sign} {self.bound:g}"
+        if spread is not None and not meets(getattr(spread, side), self.bound):
+            return f"{found}; its {side}est seed is not {self.sign} {self.bound:g}"
+        return None

@@ -22,6 +22,7 @@ from draftsmith.core.options import reason_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import SCHEMA_VERSION, ResultsDocument, Row
+from draftsmith.eval.seeds import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,14 +78,14 @@ class Results(ResultsTable):
         the bounds of their 95 % intervals (see `eval.requirement.Requirement`):
         `results.require("alpha[code] >= 0.4")`.
         """
-        methods = {draft: self.methods_of(draft) for draft in self.drafts}
+        methods = {draft: self.methods_of(draft) for draft in (*self.drafts, *self.shown)}
         scope = Scope(
             base=self.base,
             id_sets=self.domains("id"),
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
             methods=methods,
-            copying=[draft for draft in self.drafts if self.copies_first(draft)],
+            copying=shown(list(filter(self.copies_first, self.drafts))),
         )
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:
@@ -93,7 +94,7 @@ class Results(ResultsTable):
                 reason = self.why_undefined(row) if row and row["figure"] == "transfer" else None
                 timed = requirement.figure == "speedup"
                 busy = timed and self.busy(key.domain, key.temperature)
-                if line := requirement.unmet(key, row, reason, busy=busy):
+                if line := requirement.unmet(key, row, reason, self.spread(row), busy=busy):
                     unmet.append(line)
         if unmet:
             raise RequirementError(unmet)
@@ -131,7 +132,7 @@ class Results(ResultsTable):
 
         if name not in FIGURES:
             raise InputError(f"plot: no figure {name!r}; {nearest(name, FIGURES)}")
-        figure = FIGURES[name](self, Look(LIGHT, roles_of(self.drafts, self.base)))
+        figure = FIGURES[name](self, Look(LIGHT, roles_of(self.shown, self.base)))
         if figure is None:
             raise InputError(f"plot: {name}: too few points were measured; to_frame() has them")
         return figure

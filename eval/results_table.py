@@ -19,6 +19,7 @@ from draftsmith.eval.schema import (
     RowKey,
     SuiteKind,
 )
+from draftsmith.eval.seeds import Spread, runs_of, seeded, shown
 
 Name = str | None
 Number = float | None
@@ -40,8 +41,15 @@ class ResultsTable:
 
     @property
     def drafts(self) -> list[str]:
-        """Names of all drafts, in the order they were given."""
+        """Names of all drafts that were measured, in the order they were given; runs with several
+        training seeds are NAME#1, NAME#2 and so on.
+        """
         return self.document["drafts"]
+
+    @property
+    def shown(self) -> list[str]:
+        """Names of all drafts, each once whatever the number of its runs."""
+        return shown(self.drafts)
 
     @property
     def models(self) -> dict[str, ModelRow]:
@@ -51,8 +59,8 @@ class ResultsTable:
     @property
     def aligned(self) -> list[str]:
         """Names of the drafts that are models and are compared with the base."""
-        others = [draft for draft in self.drafts if draft != self.base]
-        return [draft for draft in others if not self.copies_first(draft)]
+        models = [draft for draft in self.drafts if not self.copies_first(draft)]
+        return [draft for draft in shown(models) if draft != self.base]
 
     @property
     def best_aligned(self) -> str:
@@ -175,7 +183,7 @@ class ResultsTable:
         `at`.
         """
         temperature = self.top_temperature if temperature is None else temperature
-        _check_measured("draft", draft, [*self.drafts, TARGET])
+        _check_measured("draft", draft, [*self.drafts, *seeded(self.drafts), TARGET])
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
         key = RowKey(draft, domain, temperature)
@@ -280,6 +288,28 @@ class ResultsTable:
             if other["at"] == at and other["part"] == row["part"]:
                 return other
         return None
+
+    def of_runs(self, row: Row, draft: str) -> list[float]:
+        """A figure of every run of a draft; empty for a draft of one run."""
+        values = []
+        for run in runs_of(draft, self.drafts) if draft not in self.drafts else ():
+            rows = self._index.get((row["figure"], key_of(row)._replace(draft=run)), [])
+            values += [other["value"] for other in rows if other["value"] is not None]
+        return values
+
+    def spread(self, row: Row | None) -> Spread | None:
+        """The spread of a figure over training seeds; None without several, and for transfers."""
+        if row is None or row["value"] is None or row["figure"] == "transfer":
+            return None
+        own = self.of_runs(row, row["draft"])
+        # Of gains, those of the runs of the base over their mean.
+        base = self.of_runs(row, self.base) if row["figure"].endswith("gain") else []
+        if not own and not base:
+            return None
+        seeds = " x ".join(str(len(runs)) for runs in (own or [0.0], base) if runs)
+        own = own or [row["value"]]
+        low = min(own) - max(base, default=0.0)
+        return Spread(low, max(own) - min(base, default=0.0), seeds)
 
     def rows(self, *figures: str) -> Iterator[Row]:
         """All rows of some figures."""

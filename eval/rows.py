@@ -485,7 +485,7 @@ def assemble(
         remarks=list(remarks),
         config=config,
         base=setting.base,
-        drafts=list(setting.methods),
+        drafts=[name for name in models if name != TARGET],
         temperatures=list(setting.temperatures),
         methods=[{**method.facts, "lossless": method.lossless} for method in methods],
         models=models,

@@ -5,7 +5,14 @@ from typing import Any
 
 from draftsmith.core.record import train_longer
 from draftsmith.eval.decision import Setting, decide
-from draftsmith.eval.formats import named_set, number, text_table, tree_name, with_interval
+from draftsmith.eval.formats import (
+    named_set,
+    number,
+    text_table,
+    tree_name,
+    with_interval,
+    with_seeds,
+)
 from draftsmith.eval.report.findings import lead
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Estimate, Row
@@ -20,7 +27,8 @@ def headline_and_table(results: ResultsTable) -> list[str]:
         if command := train_longer(results.models[name]["name"]):
             longer.append(f"train {name} longer: {command}")
     rising = [head.rising] if head.rising else []
-    return [head.headline, todo, *rising, *longer, *table(results, head.temperature)]
+    seeds = [head.seeds] if head.seeds else []
+    return [head.headline, todo, *rising, *longer, *seeds, *table(results, head.temperature)]
 
 
 def table(results: ResultsTable, decided: float) -> list[str]:
@@ -41,7 +49,7 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
     rows = []
     decided = decide(results).setting
     for alpha in results.by_set("alpha"):
-        if alpha["temperature"] == temperature:
+        if alpha["temperature"] == temperature and alpha["draft"] in results.shown:
             tau = _tau(results, alpha, decided)
             speedup = results.beside(tau, "speedup")
             speed = with_interval(speedup, 2)
@@ -50,7 +58,7 @@ def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str
             row = {
                 "draft": alpha["draft"],
                 "set": named_set(alpha),
-                "alpha": with_interval(alpha),
+                "alpha": with_seeds(alpha, results.spread(alpha)),
                 "tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2),
                 "predicted": with_interval(results.beside(tau, "tau_predicted"), 2),
                 "speed": speed,

@@ -9,9 +9,11 @@ import numpy as np
 from draftsmith.core.prompts import Prompt
 from draftsmith.eval.diagnosis.root_step import RootMeasurement, RootStep
 from draftsmith.eval.method import Method
+from draftsmith.eval.pooled_runs import with_pooled_runs
 from draftsmith.eval.results import Results
 from draftsmith.eval.rows import Measured, Setting, assemble
 from draftsmith.eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
+from draftsmith.eval.seeds import draft_of
 from draftsmith.eval.suites import Suite
 
 
@@ -149,15 +151,14 @@ def made_up(
                 }
     setting = Setting(
         suites=sets,
-        base=next(iter(gains)),
+        base=draft_of(next(iter(gains))),
         temperatures=[0.0, 1.0],
         methods=dict.fromkeys(gains, methods),
         bootstrap=300,
         seed=0,
     )
     return assemble(
-        setting,
-        measured,
+        *with_pooled_runs(setting, measured),
         config={
             "seed": 0,
             "bootstrap": 300,

@@ -7,10 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
 
 import draftsmith.eval.evaluate as evaluation
 from draftsmith.cli.commands import run
@@ -23,7 +19,7 @@ from draftsmith.eval.moved import found_again
 from draftsmith.eval.results import Results
 from draftsmith.eval.summary import headline_and_table, summary as summarise
 from tests.results_made_up import timeless
-from tests.tiny_models import near, tiny_llama
+from tests.tiny_models import near, save_word_tokenizer, tiny_llama
 
 VOCAB = 17
 ROOT = Path(__file__).parents[1]
@@ -61,11 +57,7 @@ def world(tmp_path_factory):
         ("good", near(target, 0.09, 2)),
     ):
         model.save_pretrained(root / name)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(root / "target")
+    save_word_tokenizer(root / "target", VOCAB)
     for name, shift in (("prose", 0), ("code", 5)):
         rows = [
             {

@@ -4,11 +4,20 @@ their targets.
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
@@ -115,6 +124,15 @@ def near(model: LlamaForCausalLM, noise: float, seed: int) -> LlamaForCausalLM:
         for parameter in other.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=noise)
     return other
+
+
+def save_word_tokenizer(directory: Path, vocabulary: int) -> None:
+    """Save a tokenizer of the words w3, w4 ... and <unk>, <s>, </s>."""
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, vocabulary)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(directory)
 
 
 def stirred(head: M, size: float = 0.2, seed: int = 5) -> M:

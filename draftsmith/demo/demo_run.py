@@ -121,7 +121,7 @@ def write_page(small: Results, large: Results) -> list[str]:
     title = f"The drafts at temperature {large.top_temperature:g}"
     rows = rows_by_set(large, large.top_temperature)
     words = WORDS["figures"]["alpha"]
-    figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.drafts, small.base)))
+    figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.shown, small.base)))
     pictures = []
     if figure is not None:
         svg = inline_svg(figure, "alpha", words["title"])

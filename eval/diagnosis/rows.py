@@ -15,6 +15,7 @@ from draftsmith.eval.diagnosis.diagnose import BINS, Diagnosis
 from draftsmith.eval.remarks import overlaps
 from draftsmith.eval.rows import Group, Measured, Setting
 from draftsmith.eval.schema import Estimate, Row
+from draftsmith.eval.seeds import runs_of
 from draftsmith.eval.suites import Suite
 
 # Properties that positions are grouped by, and the edges of their bins.
@@ -42,7 +43,8 @@ def diagnosis_rows(
     """
     lacking = {key[2] for key, part in measured.alphas.items() if part["diagnosis"] is None}
     drafts = [draft for draft in setting.methods if draft not in lacking]
-    if setting.base not in drafts:
+    bases = runs_of(setting.base, drafts)
+    if not bases:
         return []
     similar = similarities(setting.suites)
     rows: list[Row] = []
@@ -58,19 +60,20 @@ def diagnosis_rows(
         outputs = joined(group.parts(measured.baselines), "output_ids")
         near = list(chain.from_iterable(similar[suite.name] for suite in group.suites))
         base = setting.base
-        positions = _positions(outputs, near, diagnoses[base], text_of)
+        alphas[base] = alphas[bases].mean(axis=1)
+        positions = _positions(outputs, near, diagnoses[bases[0]], text_of)
         sums_of = dict(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
             for part, sums in sums_of.items():
                 count = sums[draft].denominator_P.sum()
                 rows.append(group.row("alpha_by_part", draft, sums[draft], part=part))
                 rows.append(group.row("positions_by_part", draft, count, part=part))
-                if draft != base:
+                if draft not in bases:
                     gain = difference(sums[draft], sums[base], group.picks)
                     rows.append(group.row("gain_by_part", draft, gain, part=part))
             rows += _calibration(group, draft, diagnosis)
             rows += _candidates(group, draft, diagnosis)
-            if draft != base:
+            if draft not in bases:
                 rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base])
     return rows
 

@@ -19,6 +19,7 @@ from draftsmith.eval.formats import KIND_TITLES, kept, number, shortened, tree_n
 from draftsmith.eval.report.theme import WIDTH, Look, drawing
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Row
+from draftsmith.eval.seeds import draft_of, shown
 
 # Inches per line of a dot plot.
 LINE = 0.25
@@ -56,6 +57,7 @@ class Line:
 
 
 def _dot_plots(
+    results: ResultsTable,
     look: Look,
     panels: Sequence[tuple[str, Sequence[Line]]],
     bounds: tuple[float, float],
@@ -83,7 +85,7 @@ def _dot_plots(
                     _heading(ax, look, y, line.text)
                 else:
                     names[y] = shortened(line.text, NAME)
-                    values += _dots(ax, look, y, line, line.draft)
+                    values += _dots(results, ax, look, y, line, line.draft)
             ax.set_yticks(list(names), list(names.values()))
             for text, y in zip(ax.get_yticklabels(), names, strict=True):
                 text.set_color(look.colour(lines[y].draft or ""))
@@ -120,8 +122,12 @@ def _heading(ax: Axes, look: Look, y: int, text: str) -> None:
     )
 
 
-def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> list[float]:
-    """Draw the dots of a line; return all values that the axis must hold."""
+def _dots(
+    results: ResultsTable, ax: Axes, look: Look, y: int, line: Line, draft: str
+) -> list[float]:
+    """Draw the dots of a line, with a stroke for every run of the draft; return all values that the
+    axis must hold.
+    """
     colour = look.colour(draft)
     values = []
     if line.dashed is not None:
@@ -133,7 +139,9 @@ def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> list[float]:
         hollow = row["kind"] == "ood"
         side = 0.16 if hollow else -0.16
         at = y if len(line.dots) == 1 else y + side
-        values.append(row["value"])
+        runs = results.of_runs(row, draft)
+        ax.plot(runs, [at] * len(runs), "|", ms=9, mec=colour, mew=1.1)
+        values += [row["value"], *runs]
         if row["low"] is not None and row["high"] is not None:
             ends = [row["low"], row["high"]]
             values += ends
@@ -159,11 +167,11 @@ def alpha_figure(results: ResultsTable, look: Look) -> Figure | None:
                 base = results.alpha(results.base, domain, temperature)["value"]
             kind = results.kind(domain).upper()
             lines.append(Line(f"{domain} ({kind})"))
-            for draft in results.drafts:
+            for draft in results.shown:
                 row = results.alpha(draft, domain, temperature)
                 lines.append(Line(draft, draft, [row], number(row["value"]), base))
         panels.append((f"expected acceptance α, T = {temperature:g}", lines))
-    return _dot_plots(look, panels, (-0.01, 1.01))
+    return _dot_plots(results, look, panels, (-0.01, 1.01))
 
 
 def gain_figure(results: ResultsTable, look: Look) -> Figure | None:
@@ -184,7 +192,7 @@ def gain_figure(results: ResultsTable, look: Look) -> Figure | None:
                 lines.append(Line(domain, draft, [gain], note))
         panels.append((f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}", lines))
     notes = "transfer" if results.domains("ood") else ""
-    return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
+    return _dot_plots(results, look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
 
 
 def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
@@ -198,7 +206,7 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
         for tree, verifier in results.methods if any(results.rows(name)) else ():
             lossy = "" if results.lossless(verifier) else " · lossless: false"
             lines.append(Line(f"{tree_name(tree)} · {verifier}{lossy}"))
-            for draft in results.drafts_of((tree, verifier)):
+            for draft in shown(results.drafts_of((tree, verifier))):
                 rows = []
                 for kind in results.kinds:
                     rows.append(results.figure(name, draft, kind, None, tree, verifier))
@@ -207,7 +215,7 @@ def tau_figure(results: ResultsTable, look: Look) -> Figure | None:
         if lines:
             panels.append((f"{title} (T = {results.top_temperature:g})", lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""
-    return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes)
+    return _dot_plots(results, look, panels, (0.0, 1e9), reference=1.0, notes=notes)
 
 
 def _panels(
@@ -253,7 +261,7 @@ def _panels(
 def _line(
     ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float], **style: object
 ) -> None:
-    named = {"label": shortened(draft, 16), "marker": look.marker(draft), "ms": 4.5}
+    named = {"label": shortened(draft_of(draft), 16), "marker": look.marker(draft), "ms": 4.5}
     options: dict[str, Any] = {"color": look.colour(draft), **named, **style}
     if x:
         ax.plot(x, y, **options)

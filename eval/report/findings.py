@@ -9,12 +9,21 @@ from dataclasses import dataclass
 
 from draftsmith.core.record import still_rising
 from draftsmith.eval.decision import Cell, Decision, Setting, Shortfall, Tokens, decide, listed
-from draftsmith.eval.formats import number, percent, points, sign, tree_name, with_interval
+from draftsmith.eval.formats import (
+    number,
+    percent,
+    points,
+    sign,
+    tree_name,
+    with_interval,
+    with_seeds,
+)
 from draftsmith.eval.method import decode_options
 from draftsmith.eval.remarks import TIES
 from draftsmith.eval.report import WORDS
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import BUSY, Row, SuiteKind
+from draftsmith.eval.seeds import seeded
 
 
 def lead(results: ResultsTable) -> "Lead":
@@ -64,9 +73,14 @@ class Lead:
             row = {"draft": name}
             for kind in results.kinds:
                 alpha = results.alpha(name, kind, self.temperature)
-                row[f"α {kind.upper()}"] = with_interval(alpha)
+                row[f"α {kind.upper()}"] = with_seeds(alpha, results.spread(alpha))
             rows.append(row)
         return rows
+
+    @property
+    def seeds(self) -> str:
+        """What figures of drafts with several training seeds are; empty without."""
+        return str(WORDS["seeds"]) if seeded(self.results.drafts) else ""
 
     @property
     def _next(self) -> str:

@@ -54,7 +54,7 @@ def write_report(results: ResultsTable) -> Path:
 
 def render_page(results: ResultsTable, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
-    look = Look(LIGHT, roles_of(results.drafts, results.base))
+    look = Look(LIGHT, roles_of(results.shown, results.base))
     pictures = []
     for name, draw in FIGURES.items():
         figure = draw(results, look)
@@ -117,7 +117,8 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
 
 
 def _unbroken(text: str) -> str:
-    """No line ends inside T = 1, 37 % or an interval."""
+    """No line ends inside T = 1, 37 %, 3 seeds or an interval."""
     text = re.sub(r"\[[^]]*\]", lambda part: part[0].replace(" ", "\N{NO-BREAK SPACE}"), text)
+    text = text.replace(" seeds ", "\N{NO-BREAK SPACE}seeds ")
     text = text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
     return text.replace(" %", "\N{NO-BREAK SPACE}%")

@@ -18,6 +18,7 @@ from draftsmith.eval.formats import (
     number,
     tree_name,
     with_interval,
+    with_seeds,
 )
 from draftsmith.eval.report import WORDS
 from draftsmith.eval.results_table import ResultsTable
@@ -36,8 +37,6 @@ class Table:
 
 STYLES: dict[str, Callable[[Row, int], str]] = {
     "plain": lambda row, digits: number(row["value"], digits),
-    "interval": with_interval,
-    "signed": lambda row, digits: with_interval(row, digits, sign=True),
     "ms": lambda row, digits: NONE if row["value"] is None else f"{row['value'] * 1000:.3g}",
     "n": lambda row, digits: str(row["n"]),
     "of": lambda row, digits: f"{row['value']:.0f} of {row['n']}",
@@ -64,29 +63,33 @@ def tables(results: ResultsTable) -> list[Table]:
 
 def by_draft(results: ResultsTable) -> Table:
     """Gains of each draft ID and OOD, and tau and speed with its best method."""
+
+    def cited(row: Row | None, digits: int = 3, *, sign: bool = False) -> str:
+        return with_seeds(row, results.spread(row), digits, sign=sign)
+
     rows = []
-    for draft in sorted(results.drafts, key=lambda draft: draft == results.base):
+    for draft in sorted(results.shown, key=lambda draft: draft == results.base):
         for temperature in sorted(results.temperatures):
             tau = results.best_tau(draft, "id", temperature)
             worst = results.worst_set(draft, temperature)
             lost = f"{worst['domain']} {with_interval(worst, sign=True)}" if worst else NONE
             ood = results.gain(draft, "ood", temperature) if results.domains("ood") else None
             alphas = {
-                f"α {kind.upper()} [95 %]": with_interval(results.alpha(draft, kind, temperature))
+                f"α {kind.upper()} [95 %]": cited(results.alpha(draft, kind, temperature))
                 for kind in results.kinds
             }
             row = {
                 "draft": draft,
                 "T": f"{temperature:g}",
                 **alphas,
-                "gain ID [95 %]": with_interval(results.gain(draft, "id", temperature), sign=True),
-                "gain OOD [95 %]": with_interval(ood, sign=True),
+                "gain ID [95 %]": cited(results.gain(draft, "id", temperature), sign=True),
+                "gain OOD [95 %]": cited(ood, sign=True),
                 "worst OOD set": lost,
                 "ID gain kept": kept(results.transfer(draft, "ood", temperature), ood),
-                "τ ID [95 %]": with_interval(tau if tau["figure"] == "tau" else None, 2),
+                "τ ID [95 %]": cited(tau if tau["figure"] == "tau" else None, 2),
                 "tree": tree_name(tau["tree"] or NONE),
-                "predicted [95 %]": with_interval(tau if tau["figure"] != "tau" else None, 2),
-                "speed ID [95 %]": with_interval(results.beside(tau, "speedup"), 2),
+                "predicted [95 %]": cited(tau if tau["figure"] != "tau" else None, 2),
+                "speed ID [95 %]": cited(results.beside(tau, "speedup"), 2),
             }
             rows.append(row)
     return _table(_words(results, "drafts"), 2, rows)
@@ -145,6 +148,8 @@ def _column(
 ) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         other = results.beside(row, figure, at)
+        if style in ("interval", "signed"):
+            return with_seeds(other, results.spread(other), digits, sign=style == "signed")
         return NONE if other is None else STYLES[style](other, digits)
 
     return cell
