@@ -2,6 +2,8 @@
 variation.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -31,6 +33,12 @@ RUNS: dict[str, dict[SuiteKind, float]] = {
 @pytest.fixture(scope="module")
 def results() -> Results:
     return view(RUNS, BOTH)
+
+
+def _alpha(results: Results, draft: str) -> float:
+    value = results.alpha(draft, "prose")["value"]
+    assert value is not None
+    return value
 
 
 def _sums(results: Results, draft: str, of: str, key: str) -> float:
@@ -89,7 +97,7 @@ def test_a_gain_over_a_base_with_seeds_spreads_over_every_pair_of_runs():
     more: dict[SuiteKind, float] = {"id": 0.02, "ood": 0.0}
     results = view({"kl#1": BASE, "kl#2": more, "jsd#1": RUNS["jsd#1"], "jsd#2": BASE}, BOTH)
     assert (results.base, results.aligned) == ("kl", ["jsd"])
-    one, two, *mine = [results.alpha(run, "prose")["value"] for run in results.drafts]
+    one, two, *mine = [_alpha(results, run) for run in results.drafts]
     gain = results.gain("jsd", "prose")
     assert gain is not None and gain["value"] == pytest.approx(np.mean(mine) - np.mean([one, two]))
     spread = results.spread(gain)
@@ -174,7 +182,7 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
     prompts = [f'{{"prompt": "w{3 + i} w{4 + i} w{9 + i % 3}"}}\n' for i in range(6)]
     (tmp_path / "prose.jsonl").write_text("".join(prompts))
 
-    def options(*runs: str, **more: object) -> dict[str, object]:
+    def options(*runs: str, **more: object) -> dict[str, Any]:
         drafts = [f"base={tmp_path / 'base'}", *(f"jsd={tmp_path / run}" for run in runs)]
         return dict(
             target=str(tmp_path / "target"),
@@ -192,13 +200,13 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
 
     results = evaluate(**options("one", "two", base="jsd", require=["gain > -1"]))
     assert "draft jsd: its runs differ in no recorded option" in capsys.readouterr().err
-    runs = [results.alpha(f"jsd#{number}", "prose")["value"] for number in (1, 2)]
+    runs = [_alpha(results, f"jsd#{number}") for number in (1, 2)]
     assert results.alpha("jsd", "prose")["value"] == pytest.approx(np.mean(runs))
     for figure in ("tau", "speedup", "tau_predicted", "headroom"):
         assert results.figure(figure, "jsd", "prose", tree="chain:2") is not None
     gain = results.gain("base", "prose")
     assert gain is not None
-    assert gain["value"] == pytest.approx(results.alpha("base", "prose")["value"] - np.mean(runs))
+    assert gain["value"] == pytest.approx(_alpha(results, "base") - np.mean(runs))
     spread = results.spread(gain)
     assert spread is not None and spread.seeds == "1 x 2"
     assert {row["draft"] for row in results.rows("gain_by_part")} == {"base"}
