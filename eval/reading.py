@@ -221,7 +221,8 @@ class _Reader:
     seed: int
     names: Mapping[str, str]
     observers: Mapping[str, Observer]
-    states: StoredStates | None = None
+    states: StoredStates | None
+    drafts_see_penalties: bool
 
     def __post_init__(self) -> None:
         self.depths = max((method.shape.depth for method in self.methods), default=1)
@@ -346,7 +347,8 @@ class _Reader:
         chosen_NV = drafted.logits_NV[n_N - depth] if depth else drafted.logits_NV
         chosen_NV = fit_vocabulary(chosen_NV, vocabulary_size(self.target))
         logits_NV = self._finite(drafted.name, chosen_NV, batch, batch.row_N[n_N])
-        logits_NV = batch.penalised(logits_NV, self.sampling, depth)
+        if self.drafts_see_penalties:
+            logits_NV = batch.penalised(logits_NV, self.sampling, depth)
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         tiny = torch.finfo(p_NV.dtype).tiny
@@ -428,16 +430,28 @@ def read_traces(
     names: Mapping[str, str] | None = None,
     observers: Mapping[str, Observer] | None = None,
     states: StoredStates | None = None,
+    drafts_see_penalties: bool = True,
 ) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
     """Return each draft's traces as far as `methods` need them, and each observer's results.
 
     All drafts share one forward of the target. Launched processes divide the batches.
     max_logits: the most logits held at once per model, except for a single row. names: the models
-    in error messages; the target's key is "". states: in place of the target's forward. Raise
-    RunError with model and prompt if logits are not finite.
+    in error messages; the target's key is "". states: in place of the target's forward.
+    drafts_see_penalties: as in `decode`; in engines they do not. Raise RunError with model and
+    prompt if logits are not finite.
     """
     observers = observers or {}
-    reader = _Reader(target, drafts, sampling, methods, seed, names or {}, observers, states)
+    reader = _Reader(
+        target=target,
+        drafts=drafts,
+        sampling=sampling,
+        methods=methods,
+        seed=seed,
+        names=names or {},
+        observers=observers,
+        states=states,
+        drafts_see_penalties=drafts_see_penalties,
+    )
 
     def read_batch(index: int) -> list[_Part]:
         start = index * batch_size

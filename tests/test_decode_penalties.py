@@ -23,6 +23,8 @@ from draftsmith.decode import (
     Proposer,
     SpeculativeDecoder,
 )
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.reading import read_traces
 from tests.chi_square import chi_square, counts_of
 from tests.tiny_models import near, stirred_head, tiny_llama
 
@@ -176,3 +178,25 @@ def test_a_target_has_its_own_and_options_override_them(target_dir):
     assert plain == off != given == taken
     with pytest.raises(ds.InputError, match="^repetition_penalty: "):
         pair.generate("a", repetition_penalty=0.0)
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_acceptance_is_read_with_drafts_as_they_are_decoded(seen):
+    """Our drafts see the penalties; those of engines do not. The target itself is the draft."""
+    rows = [Continuation(str(row), PROMPTS[row], own("all", row)) for row in range(3)]
+    traces, _ = read_traces(
+        target(),
+        {"itself": target()},
+        rows,
+        Sampling(temperature=0.0, **PENALTIES["all"]),
+        [],
+        batch_size=3,
+        drafts_see_penalties=seen,
+    )
+    for row, accepted in zip(rows, traces["itself"].values["alpha"][0], strict=True):
+        with torch.no_grad():
+            ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
+            guesses = target()(ids).logits[0, len(row.prompt_ids) - 1 : -1].argmax(-1)
+        plain = (guesses == torch.tensor(row.output_ids)).double().tolist()
+        assert accepted.tolist() == ([1.0] * TOKENS if seen else plain)
+        assert 0 < sum(plain) < TOKENS

@@ -66,6 +66,7 @@ def replay(case: Case, tokens: int) -> Replay:
         [method],
         batch_size=_BATCH,
         observers={"likelihood": _likelihood},
+        drafts_see_penalties=False,
     )
     likelihood = observed["draft"]["likelihood"]
     counts = predict(method.shape, method.verifier, case.sampling, traces["draft"])
