@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.core.device_map import in_parts
 from draftsmith.core.devices import attention_of_any_length
-from draftsmith.core.divided_target import is_divided
 from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.core.settings import PENALTIES, say_ignored
@@ -128,7 +128,7 @@ class SpeculativeDecoder:
         self.compile_s = 0.0
         # Recorded steps share one set of buffers, so threads take turns.
         self._turn = threading.Lock() if backend else nullcontext()
-        lean = fast and trees and not backend and not is_divided(target)
+        lean = fast and trees and not backend and not in_parts(target)
         self._packs = packs_of(target) if lean else None
 
     @torch.inference_mode()

@@ -28,7 +28,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbed
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.core.divided_target import is_divided
+from draftsmith.core.device_map import in_parts
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
@@ -311,9 +311,10 @@ def take_over(*models: nn.Module) -> None:
     afterwards.
 
     Forwards, `state_dict()` and `module.weight` give the same values as before; parameters do not.
+    A model that no device has whole is left as it is.
     """
     for model in models:
-        if "_packs" not in model.__dict__ and not is_divided(model):
+        if "_packs" not in model.__dict__ and not in_parts(model):
             model.__dict__["_packs"] = Packs(model, owned=True)
 
 

@@ -45,6 +45,7 @@ _ENGINE_OF = {
     "workers": "ray",
     "tensor_parallel_size": "vllm",
     "target_parallel": "hf",
+    "target_device_map": "hf",
 }
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 

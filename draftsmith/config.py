@@ -22,6 +22,7 @@ from draftsmith.core.options import (
     RunOptions,
     Seed,
     Spec,
+    SpreadTargetOptions,
     TargetOptions,
     Temperature,
     Text,
@@ -38,7 +39,7 @@ Named = NotIdentity[str | None]
 
 
 @options
-class DecodeConfig(TargetOptions, PenaltyOptions, PromptOptions):
+class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     """Generate with a target and a draft. A lossless verifier keeps the target's distribution."""
 
     target: NotIdentity[Model]

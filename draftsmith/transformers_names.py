@@ -22,7 +22,7 @@ Options = dict[str, Any]
 
 def _device(value: object) -> object:
     if isinstance(value, Mapping):
-        raise TypeError("device_map: a model is on one device here; write device='cuda:0'")
+        raise TypeError("device_map: write device='cuda:0', or target_device_map=... for a map")
     return f"cuda:{value}" if isinstance(value, int) else str(value)
 
 

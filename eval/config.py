@@ -28,7 +28,7 @@ from draftsmith.core.options import (
     RevisionOptions,
     RunOptions,
     Spec,
-    TargetOptions,
+    SpreadTargetOptions,
     Temperature,
     Text,
     options,
@@ -159,7 +159,7 @@ class StatesEvalConfig(ModelOptions, RevisionOptions):
 
 
 @options
-class PlanConfig(TargetOptions, PenaltyOptions, PromptOptions, RunOptions):
+class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Find the tree with which a draft is fastest on this machine, and confirm it by the clock."""
 
     target: Model

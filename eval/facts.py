@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.core.device_map import is_spread
 from draftsmith.core.devices import peak_memory
 from draftsmith.core.divided_target import is_divided
 from draftsmith.core.models import (
@@ -145,6 +146,7 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(model.device) if on_gpu else None,
         "system": platform.system(),
         **({"target_parallel": model._tp_size} if is_divided(model) else {}),
+        **({"target_spread": True} if is_spread(model) else {}),
     }
 
 

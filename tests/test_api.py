@@ -464,7 +464,7 @@ def test_names_of_transformers_load_a_pair(target_dir):
             ds.load_pair(target_dir, **cast(Any, wrong))
     for options, told in (
         ({"devcie": "cpu"}, "load_pair: no option 'devcie'; did you mean device?"),
-        ({"device_map": {"": 0}}, "a model is on one device here; write device='cuda:0'"),
+        ({"device_map": {"": 0}}, "write device='cuda:0', or target_device_map=... for a map"),
         ({"cache_dir": "x"}, "set the environment variable HF_HOME"),
         ({"drafts": [target_dir]}, "load_pair: no option 'drafts'; did you mean draft?"),
         ({"options": {}}, "load_pair: no option 'options'; use one of target, draft, fast"),

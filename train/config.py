@@ -254,6 +254,11 @@ class TrainConfig(RunOptions, LargeTargetOptions):
                 self.target_parallel > 1 and (self.states or self.kind == "dspark"),
                 "is not for states (which need no layers of the target), nor kind dspark",
             ),
+            (
+                "target_device_map",
+                self.target_device_map and (self.states or not self.target),
+                "goes with `target`, and not with states, which need no layers of it",
+            ),
             ("states_from", self.states_from and not self.states, "needs states, their directory"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from accelerate.utils import get_max_memory
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
+from draftsmith.core.device_map import bytes_by_place, device_map, place_of
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.launcher import launcher_request
 from draftsmith.core.models import experts_per_token, memory_bytes, parameter_count, weights_dtype
 from draftsmith.core.ranks import launched
+from draftsmith.core.shapes import read_config, without_values
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.drafts.heads import HEADS
 from draftsmith.train.chunked import chunk_size
@@ -99,8 +101,12 @@ def in_words(config: TrainConfig) -> list[str]:
 
 def _held(config: TrainConfig, target: PreTrainedModel) -> int:
     """Bytes of the target: its layers, of which a process may have a share, or none where their
-    states are in files; and its tables.
+    states are in files or other devices have them; and its tables.
     """
+    if config.target_device_map is not None:
+        device = resolve_device(config.device)
+        places = device_map(config.target_device_map, target, device)
+        return bytes_by_place(places, target)[place_of(device)]
     layers = sum(map(memory_bytes, repeated_layers(target)))
     tables = memory_bytes(target) - layers
     return tables + (0 if config.states else layers // config.target_parallel)
@@ -119,30 +125,23 @@ def _fix(config: TrainConfig, memory: Memory) -> str:
     for count in (2, 4, 8):
         if launched() % count == 0 and forecast(replace(config, target_parallel=count)).fits:
             return f"divide the target by --target_parallel {count}"
+    rest = (memory.free - memory.total + memory.target) / 2**30
+    if launched() == 1 and config.target and rest > 0:
+        return f"leave a part of the target elsewhere by --target_device_map auto:{rest:.2g}"
     return "read the target's states from files (distill --states), or take a smaller pair"
 
 
 def _read(config: TrainConfig, name: str) -> PretrainedConfig:
     revision = config.revision if name == config.target else None
-    read: PretrainedConfig = AutoConfig.from_pretrained(
-        name, trust_remote_code=config.trust_remote_code, revision=revision or "main"
-    )
-    return read
+    return read_config(name, trust_remote_code=config.trust_remote_code, revision=revision)
 
 
 def _without_values(
     shape: PretrainedConfig, config: TrainConfig, device: torch.device | None
 ) -> PreTrainedModel:
     """Build a model in the dtype that it is loaded in; a draft is trained in fp32."""
-    dtype: Any = torch.float32
-    if device is not None:
-        dtype = weights_dtype(config.dtype, device)
-        if dtype == "auto":
-            dtype = getattr(shape.get_text_config(decoder=True), "dtype", None) or torch.float32
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        shape, dtype=dtype, trust_remote_code=config.trust_remote_code
-    )
-    return model
+    dtype = torch.float32 if device is None else weights_dtype(config.dtype, device)
+    return without_values(shape, dtype, config.trust_remote_code)
 
 
 def _draft(config: TrainConfig, target: PreTrainedModel | None) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from draftsmith.core.device_map import is_spread
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.llama_forward import LeanForward, lean_forward
@@ -70,6 +71,8 @@ class StaticSteps:
 
     def __init__(self, model: PreTrainedModel, backend: bool | str, lean: bool = True) -> None:
         check_backend(backend, model.device)
+        if is_spread(model):
+            raise InputError("compile: a target that --target_device_map spreads is not recorded")
         self.model = model
         self.backend = backend
         self.seconds = 0.0

@@ -18,11 +18,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import make_dir
 from draftsmith.core.ranks import say
+from draftsmith.core.shapes import read_config
 from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
@@ -59,7 +59,7 @@ class StateWriter:
     def __init__(self, config: DistillConfig) -> None:
         assert config.states is not None
         self._digest = checkpoint_digest(config.target, config.revision)
-        whole = AutoConfig.from_pretrained(
+        whole = read_config(
             config.target, revision=config.revision, trust_remote_code=config.trust_remote_code
         )
         model = whole.get_text_config(decoder=True)

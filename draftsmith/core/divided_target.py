@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.ranks import launched
+from draftsmith.core.shapes import read_config, without_values
 
-_INSTEAD = "let an engine hold it (distill --engine vllm, train --states)"
+_INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"
 
 
 class _Groups(DistributedConfig):
@@ -37,16 +38,13 @@ def divided(name: str, count: int, options: dict[str, Any]) -> DistributedConfig
     if "quantization_config" in options:
         raise InputError(f"{where}a target in 4 bits stays on one device; {_INSTEAD}")
     keys = ("trust_remote_code", "revision")
-    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in keys})
+    config = read_config(name, **{key: options[key] for key in keys})
     text = config.get_text_config(decoder=True)
     for key in ("num_key_value_heads", "num_attention_heads"):
         heads = getattr(text, key, None) or count
         if any(each % count for each in (heads if isinstance(heads, list) else [heads])):
             raise InputError(f"{where}does not divide {heads} ({key} of {name}); {_INSTEAD}")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=options["trust_remote_code"]
-        )
+    model = without_values(config, trust_remote_code=options["trust_remote_code"])
     if not model.tp_plan:
         raise InputError(f"{where}transformers cannot divide a {type(model).__name__}; {_INSTEAD}")
     tables = (model.get_input_embeddings(), model.get_output_embeddings())

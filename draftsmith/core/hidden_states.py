@@ -270,7 +270,8 @@ def _forward(
             state = output.hidden_states[-1]
         else:
             state = calls[inner].returned.last_hidden_state
-        states.append(merged(state, layout))
+        # A layer may be on another device than the draft.
+        states.append(merged(state, layout).to(model.device))
     return output, tuple(states)
 
 

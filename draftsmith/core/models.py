@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.hub import cached_file
 
+from draftsmith.core.device_map import Written, is_spread, spread, values_of
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.divided_target import divided, is_divided, own_share, whole
 from draftsmith.core.errors import InputError, require_package
@@ -27,6 +28,7 @@ from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.ranks import from_each
 from draftsmith.core.record import check_weights
 from draftsmith.core.settings import Quantize as Quantize, dtype_called
+from draftsmith.core.shapes import read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
 
@@ -56,6 +58,7 @@ def load_model(
     revision: str | None = None,
     layers: bool = True,
     target_parallel: int = 1,
+    target_device_map: Written | None = None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled
     weights are read with `weights_only=True`, which runs no code.
@@ -67,6 +70,7 @@ def load_model(
     revision: branch, tag or commit on the hub. layers: False for embedding, final norm and output
     projection alone, in 16 bits where the layers have fewer; hidden states then come from files.
     target_parallel: how many neighbouring processes hold the model together; all must call this.
+    target_device_map: how its layers are spread over devices, memory and disk (`core.device_map`).
     Raise InputError for a name that is not a loadable model, missing weights, and values that are
     not finite.
     """
@@ -93,6 +97,8 @@ def load_model(
         with offline_if_unreachable(name):
             if target_parallel > 1:
                 options["distributed_config"] = divided(name, target_parallel, options)
+            if target_device_map is not None:
+                options |= spread(name, target_device_map, target_device, options)
             if not layers:
                 count = _leave_out_layers(name, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
@@ -108,7 +114,7 @@ def load_model(
         without_layers(model, count)
     _check_weights(name, type(model).__name__, info)
     _check_codes(name, model)
-    if not getattr(model, "is_quantized", False):
+    if not getattr(model, "is_quantized", False) and not is_spread(model):
         model.to(target_device)
     model.eval()
     _check_values(name, model)
@@ -147,7 +153,7 @@ def _check_values(name: str, model: Any) -> None:
 def _leave_out_layers(name: str, options: dict[str, Any]) -> int:
     """Add a configuration with no layers to the options; return how many the model has."""
     keys = ("revision", "trust_remote_code")
-    config = AutoConfig.from_pretrained(name, **{key: options[key] for key in keys})
+    config = read_config(name, **{key: options[key] for key in keys})
     text = config.get_text_config(decoder=True)
     count = int(text.num_hidden_layers)
     text.num_hidden_layers = 0
@@ -232,7 +238,7 @@ def check_finite(name: str, model: nn.Module) -> None:
             continue
         # A sum is NaN or inf when one of its terms is, and needs one pass and no memory; it can
         # also overflow.
-        share = own_share(weight)
+        share = own_share(values_of(model, key, weight))
         total = share.sum(dtype=torch.float32)
         if not total.isfinite() and not share.isfinite().all():
             raise InputError(
@@ -374,7 +380,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     names = [name for name, _ in model.named_parameters()]
     # Read one by one through their modules, because decoders keep weights packed
     # (`decode.packed_weights`).
-    tensors = ((name, attrgetter(name)(model)) for name in sorted(names))
+    tensors = ((name, values_of(model, name, attrgetter(name)(model))) for name in sorted(names))
     return hash_tensors(config, tensors)
 
 

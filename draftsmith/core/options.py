@@ -58,7 +58,7 @@ from typing_extensions import TypedDict
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import JsonObject, hash_json, sha256_file
 from draftsmith.core.option_names import nearest_option
-from draftsmith.core.settings import MIN_TEMPERATURE, device_called, dtype_called
+from draftsmith.core.settings import MIN_TEMPERATURE, device_called, device_map_called, dtype_called
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -133,6 +133,7 @@ Out = Annotated[Text, AfterValidator(os.path.expanduser), Shown("DIR")]
 OutFile = Annotated[Text, AfterValidator(os.path.expanduser), Shown("FILE")]
 Device = Annotated[str, AfterValidator(device_called)]
 Dtype = Annotated[str, AfterValidator(dtype_called)]
+DeviceMap = Annotated[str, AfterValidator(device_map_called), Shown("auto|FILE.json")]
 
 
 @dataclass_transform(
@@ -235,7 +236,18 @@ class TargetOptions(ModelOptions, RevisionOptions):
 
 
 @options
-class LargeTargetOptions(TargetOptions):
+class SpreadTargetOptions(TargetOptions):
+    """How models are loaded."""
+
+    target_device_map: Rare[NotIdentity[DeviceMap | None]] = None
+    """For a target that fits no device: spread its layers over GPUs, memory and disk, in one
+    process. auto (as balanced), balanced, balanced_low_0 or sequential, as accelerate names them,
+    with :GIB for that much of each GPU; or FILE.json, a device of each module.
+    """
+
+
+@options
+class LargeTargetOptions(SpreadTargetOptions):
     """How models are loaded."""
 
     target_parallel: Rare[NotIdentity[AtLeast1]] = 1

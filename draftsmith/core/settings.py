@@ -86,6 +86,16 @@ def device_called(name: str) -> str:
     return name
 
 
+def device_map_called(value: str) -> str:
+    """Return where a target's layers go, as it is. Raise ValueError for what is not a way."""
+    if not re.fullmatch(r"(auto|balanced|balanced_low_0|sequential)(:\d*\.?\d+)?|.+\.json", value):
+        raise ValueError(
+            "must be auto, balanced, balanced_low_0 or sequential, each with :GIB for so much of a "
+            "device, or a map of modules to devices, FILE.json"
+        )
+    return value
+
+
 class HasGenerationConfig(Protocol):
     """A model, or what stands for one that runs elsewhere."""
 
@@ -93,11 +103,13 @@ class HasGenerationConfig(Protocol):
 
 
 Quantize = Literal["none", "nf4"]
+# Options for a target that fits no device.
+LARGE = ("target_parallel", "target_device_map")
 
 
 def loading(config: object) -> dict[str, Any]:
     """Return the options that `load_model` and `load_models` take for a command's target."""
-    keys = ("device", "dtype", "trust_remote_code", "revision", "target_parallel")
+    keys = ("device", "dtype", "trust_remote_code", "revision", *LARGE)
     return {key: getattr(config, key) for key in keys if hasattr(config, key)}
 
 

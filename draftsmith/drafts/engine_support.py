@@ -10,11 +10,12 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import offline_if_unreachable, why_not
 from draftsmith.core.io import JsonObject
+from draftsmith.core.shapes import read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
@@ -145,9 +146,7 @@ def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> M
         raise InputError(f"{name}: {no_model(directory)}")
     try:
         with offline_if_unreachable(name):
-            config = AutoConfig.from_pretrained(
-                name, trust_remote_code=trust_remote_code, revision=revision or "main"
-            )
+            config = read_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:
         reason = why_not(name, error)
         raise InputError(f"{name}: no model could be read from it: {reason}") from None

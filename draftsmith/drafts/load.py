@@ -9,8 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
+from draftsmith.core.device_map import Written
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import cached
 from draftsmith.core.io import JsonObject, read_json
@@ -29,6 +30,7 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.record import read_record
+from draftsmith.core.shapes import own_dtype, read_config
 from draftsmith.core.sources import check_source
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 from draftsmith.drafts.draft_vocabulary import (
@@ -86,17 +88,18 @@ def load_models(
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
     target_parallel: int = 1,
+    target_device_map: Written | None = None,
 ) -> LoadedModels:
     """Load a target and any number of drafts, and check that they belong together.
 
     target, drafts: local directories or hub names; drafts as `{name: source}`, or as sources, which
     are then their names (a second one of the same source is `SOURCE#2`). quantize_draft: default
     `quantize`; heads are never quantised. dtype: "auto" is as `load_model` says; drafts follow the
-    target. target_parallel: as `load_model` says. revision: the target's branch, tag or commit on
-    the hub. chat_template: a Jinja file in place of its own. tokenizer: the target's, if loaded.
-    heterogeneous_vocab: accept draft language models of another tokenizer; they draft the tokens
-    that both have. Raises InputError for what does not fit: a draft of another vocabulary, a head
-    made for another target.
+    target. target_parallel, target_device_map: as `load_model` says. revision: the target's branch,
+    tag or commit on the hub. chat_template: a Jinja file in place of its own. tokenizer: the
+    target's, if loaded. heterogeneous_vocab: accept draft language models of another tokenizer;
+    they draft the tokens that both have. Raises InputError for what does not fit: a draft of
+    another vocabulary, a head made for another target.
     """
     if not isinstance(drafts, Mapping):
         sources = [drafts] if isinstance(drafts, str) else drafts
@@ -119,6 +122,7 @@ def load_models(
         quantize=quantize,
         revision=revision,
         target_parallel=target_parallel,
+        target_device_map=target_device_map,
     )
     check_tokenizer(target, model, tokenizer)
     loaded: dict[str, Draft] = {}
@@ -370,12 +374,9 @@ def load_source(
         tokenizer = find_tokenizer(name, trust_remote_code) or tokenizer
         target = None
     if dtype == "auto":
-        model, commit = (name, "main") if kind is None else (str(target_name), revision or "main")
-        config = AutoConfig.from_pretrained(
-            model, trust_remote_code=trust_remote_code, revision=commit
-        )
-        weights_dtype = (
-            getattr(config.get_text_config(decoder=True), "dtype", None) or torch.float32
+        model, commit = (name, None) if kind is None else (str(target_name), revision)
+        weights_dtype = own_dtype(
+            read_config(model, trust_remote_code=trust_remote_code, revision=commit)
         )
     else:
         weights_dtype = DTYPES[dtype]
