@@ -207,6 +207,10 @@ class ServedConfig(TargetOptions, PromptOptions):
     """
     max_new_tokens: AtLeast1 = 128
     """The longest answer, in tokens."""
+    draft_sample_method: Rare[Literal["greedy", "probabilistic"] | None] = None
+    """How vLLM was told to draft. Default: what its /server_info tells, else the better one."""
+    rejection_sample_method: Rare[Literal["standard", "block"] | None] = None
+    """How vLLM was told to verify. Default: what its /server_info tells, else standard."""
     against: Text | None = None
     """Say what changed since an earlier run: a file of its `--json`."""
     watch: AtLeast0 = 0

@@ -337,6 +337,37 @@ def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
     )
 
 
+def test_a_plan_writes_vllms_settings_and_schedule(tmp_path, capsys):
+    plan = tmp_path / "plan.json"
+    options = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
+    figures = {"tau": 2.0, "speedup": 1.3, "draft_tokens": 3}
+    settings = [{"options": {}, **figures}, {"options": options, **figures, "tau": 2.4}]
+    row = {"engine": "vllm", "draft_tokens": 3, "options": options, "settings": settings}
+    schedule = [[1, 1, 5], [2, 4, 2], [5, 8, 0]]
+    batches = [
+        {"batch_size": 1, "draft_tokens": 5, "speedup": 1.4},
+        {"batch_size": 8, "draft_tokens": 0, "speedup": 1.0},
+    ]
+    by_batch = {"vllm": schedule, "batch_sizes": batches, "none_pays_from": 8}
+    plan.write_text(json.dumps({"engines": [row], "schedule": by_batch}))
+    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base"), "--plan", str(plan)]
+    assert main([*words, "--json"]) == 0
+    *lines, summary = capsys.readouterr().out.splitlines()
+    found = {verdict["engine"]: verdict["command"] for verdict in json.loads(summary)["verdicts"]}
+    config = json.loads(shlex.split(found["vllm"])[-1])
+    assert (
+        config.items()
+        >= {
+            "num_speculative_tokens": 5,
+            "num_speculative_tokens_per_batch_size": schedule,
+            **options,
+        }.items()
+    )
+    text = "\n".join(lines)
+    assert "probabilistic, block: 3 draft tokens, 2.40 tokens a step" in text
+    assert "batch 8: no draft pays" in text and "from batch 8 on no draft pays" in text
+
+
 def test_a_plan_by_which_no_draft_pays_leads(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     speedup = {"value": 0.81, "low": 0.7, "high": 0.92, "n": 8}

@@ -4,21 +4,30 @@ plan` itself.
 
 import json
 import shutil
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from draftsmith.core.sampling import Sampling
 from draftsmith.decode import DynamicTree, Tree, parse_tree
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
-from draftsmith.eval.planning.plan import _pays, engine_rows
-from draftsmith.eval.planning.planner import TRIED
+from draftsmith.eval.planning.plan import _pays
+from draftsmith.eval.planning.planner import TRIED, Expected
+from draftsmith.eval.planning.serving import (
+    batch_rows,
+    engine_rows,
+    none_pays_from,
+    vllm_schedule,
+)
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
+from draftsmith.eval.predict import Traces
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -131,7 +140,7 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
 
 
 def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
-    best = {"naive": 2, "speculative": 5}
+    best = {"naive": 2, "speculative": 5, "block": 6}
     expected: Any = SimpleNamespace(
         rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5),
         costs=SimpleNamespace(alone=0.2),
@@ -146,6 +155,43 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
         "llama.cpp",
     ]
     assert engine_rows("hydra", expected, range(1, 4)) == []
+    (vllm, *_) = rows
+    assert vllm["options"] == {}  # of equal settings the default
+    assert [row["draft_tokens"] for row in vllm["settings"]] == [2, 5, 6]
+    assert len(engine_rows("medusa", expected, range(1, 4))[0]["settings"]) == 1
+    expected.rate = lambda tree, rule: (5.0 + (rule == "block"), 1.5)
+    (vllm, *others) = engine_rows("draft", expected, range(1, 9))
+    assert vllm["options"] == {
+        "draft_sample_method": "probabilistic",
+        "rejection_sample_method": "block",
+    }
+    assert all(row["options"] == {} for row in others)
+
+
+def test_a_length_for_each_batch_size_and_where_none_pays():
+    """A verified token costs nothing at batch 1, and as much as the target alone at batch 8."""
+    traces = Traces(np.array([50]), True, {"ratio": np.full((1, 1, 50), 0.6)})
+    steps = {1: 0.0, 4: 0.05, 8: 1.0}
+
+    @dataclass(frozen=True)
+    class Timed:
+        batch_size: int = 1
+        sampling: Sampling = Sampling(temperature=1.0)
+
+        def time_steps(self, texts: object, *, trees_fit: bool) -> dict[str, list[float]]:
+            assert not trees_fit
+            by_token = steps[self.batch_size]
+            chains = {f"whole:{n}": [1.0 + by_token * n] for n in (1, 2, 4, 8, 16)}
+            return {"alone": [1.0], **chains}
+
+    expected = Expected(cast(Any, Timed()), [], traces, {})
+    rows = batch_rows(expected, [8, 1, 4, 4], range(1, 9), "speculative")
+    lengths = [row["draft_tokens"] for row in rows]
+    assert [row["batch_size"] for row in rows] == [1, 4, 8]
+    assert lengths[0] == 8 > lengths[1] > lengths[2] == 0 and none_pays_from(rows) == 8
+    assert vllm_schedule(rows) == [[1, 1, 8], [2, 4, lengths[1]], [5, 8, 0]]
+    assert none_pays_from(rows[:2]) is None
+    assert vllm_schedule([rows[0], {**rows[0], "batch_size": 6}]) == [[1, 6, 8]]
 
 
 @pytest.mark.slow
@@ -177,7 +223,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     # Without a plan `auto` says how to make one.
     _, err = door.ok("decode", *words, "--tree", "auto")
     assert f"draftsmith plan --target {target_dir} --draft {draft} --prompts {prompts_file}" in err
-    out, err = door.ok("plan", *words, "--confirm_prompts", 4, "--json")
+    out, err = door.ok("plan", *words, *"--confirm_prompts 4 --batch_sizes 1 3 --json".split())
     assert "takes up to about" in err
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
@@ -193,6 +239,12 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     assert {row["engine"] for row in found["engines"]} == engines and ("vllm serve" in out) == bool(
         engines
     )
+    if busy:
+        assert found["schedule"] is None
+    else:
+        assert [row["batch_size"] for row in found["schedule"]["batch_sizes"]] == [1, 3]
+        assert found["schedule"]["vllm"][0][0] == 1 and found["schedule"]["vllm"][-1][1] == 3
+        assert "  batch 3: " in out
     assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
     assert len(found["not_tried"]) == (6 if busy else 0)
     assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == (

@@ -4,9 +4,11 @@ named.
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +18,14 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
+from draftsmith.serving.acceptance import _rule
 from draftsmith.serving.report import in_words
 from draftsmith.serving.running_server import count_steps
 from draftsmith.train.config import HeadOptions, Optim
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
 from tests.drafting_server import PLACES, Drafting, drafting
 from tests.openvino_ir import engine
-from tests.tiny_models import near, redrawn
+from tests.tiny_models import near, redrawn, tiny_llama
 
 TOKENS = 32
 SLOW = pytest.mark.slow
@@ -354,6 +357,26 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
         found = ask(place, url, temperature=temperature)
     rule = ", and a greedy draft" if temperature else ""
     assert found["cause"] == f"penalty: {kind} penalty {value:g}{rule}", found["tried"]
+
+
+def test_the_prediction_goes_by_the_servers_own_rule():
+    pair: Any = SimpleNamespace(drafts={"draft": tiny_llama(0)})
+    config = ds.ServedConfig(target="t", draft="d", served="http://a", prompts="p.jsonl")
+
+    def rule(engine: str, told: Mapping[str, object], **options: Any) -> str:
+        server: Any = SimpleNamespace(engine=engine)
+        return _rule(server, pair, replace(config, **options), told)
+
+    spoken = "vllm_config.speculative_config."
+    probabilistic = {f"{spoken}draft_sample_method": "probabilistic"}
+    block = probabilistic | {f"{spoken}rejection_sample_method": "block"}
+    assert rule("vllm", {}) == rule("vllm", probabilistic) == "speculative"
+    assert rule("vllm", block) == "block"
+    assert rule("vllm", block, draft_sample_method="greedy") == "naive"
+    assert rule("vllm", probabilistic, rejection_sample_method="block") == "block"
+    assert rule("sglang", {}) == "naive"
+    with pytest.raises(ds.InputError, match="are vLLM's; this is llama.cpp"):
+        rule("llamacpp", {}, draft_sample_method="greedy")
 
 
 @SLOW

@@ -225,7 +225,7 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
     from draftsmith.drafts.doctor import examine
-    from draftsmith.drafts.engine_commands import DRAFT_TOKENS
+    from draftsmith.drafts.engine_commands import DRAFT_TOKENS, schedule_lines, setting_lines
 
     verdicts = examine(config)
     lines = []
@@ -244,9 +244,12 @@ def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
             word = "serves it" if verdict["serves"] else "loads it"
         lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
         if verdict["serves"] and pays:
+            settings = setting_lines(verdicts["settings"].get(verdict["engine"], ()))
+            lines += [f"{'':<18}{line}" for line in settings]
             lines += [
                 f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])
             ]
+    lines += schedule_lines(verdicts["schedule"])
     if config.plan is None:
         lines.append(
             f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan."
@@ -295,6 +298,7 @@ def _plan(config: "PlanConfig", command: str) -> CommandResult:
         "batch_size",
         "confirmed",
         "engines",
+        "schedule",
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"

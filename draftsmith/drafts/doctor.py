@@ -13,7 +13,7 @@ from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.options import configured
 from draftsmith.drafts.config import DoctorConfig
-from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Planned, Support, planned
 
 
 @quiet()
@@ -25,16 +25,17 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     plan: JsonObject = {}
     if config.plan is not None:
         plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
-    tokens = {row["engine"]: row["draft_tokens"] for row in plan.get("engines") or ()}
+    by_plan = planned(plan)
+    engines = plan.get("engines") or ()
     if config.reads_nothing:
         kind = config.draft.partition(":")[0]
-        verdicts = _without_weights(kind, config.target or "TARGET", tokens)
+        verdicts = _without_weights(kind, config.target or "TARGET", by_plan)
     else:
         from draftsmith.drafts.engine_support import judge, read_pair
 
         pair = read_pair(config)
         kind = pair.kind
-        verdicts = judge(pair, config, tokens)
+        verdicts = judge(pair, config, by_plan)
     return {
         "target": config.target,
         "draft": config.draft,
@@ -42,16 +43,18 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
         "plan": config.plan,
         "pays": plan.get("pays"),
         "speedup": plan.get("speedup"),
+        "settings": {row["engine"]: row["settings"] for row in engines if "settings" in row},
+        "schedule": plan.get("schedule"),
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
 
 
-def _without_weights(kind: str, target: str, tokens: Mapping[str, int]) -> list[Support]:
+def _without_weights(kind: str, target: str, by_plan: Mapping[str, Planned]) -> list[Support]:
     """How each engine drafts by a method without weights. Nothing is read."""
     verdicts = []
     for engine, kinds in SERVING.items():
         if kind in kinds:
-            count = tokens.get(engine, DRAFT_TOKENS)
+            count = by_plan.get(engine, Planned(DRAFT_TOKENS)).draft_tokens
             exports, command = kinds[kind].commands(kind, target, "", count)
             verdicts.append(
                 Support(engine, "needs no draft", True, True, command=command, exports=exports)

@@ -21,7 +21,7 @@ from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
 from draftsmith.drafts.draft_sources import JOINED, is_joined, model_of
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
-from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Serving, Support
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Planned, Serving, Support
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken
 from draftsmith.drafts.heads import NATIVE, head_kind
 from draftsmith.drafts.load import first_difference, load_source
@@ -52,10 +52,10 @@ def read_pair(config: DoctorConfig) -> Pair:
 
 
 def judge(
-    pair: Pair, config: DoctorConfig, tokens: Mapping[str, int] = MappingProxyType({})
+    pair: Pair, config: DoctorConfig, by_plan: Mapping[str, Planned] = MappingProxyType({})
 ) -> list[Support]:
-    """What every engine does with a pair. config: names of the two, for commands. tokens: numbers
-    to draft, by engine.
+    """What every engine does with a pair. config: names of the two, for commands. by_plan: how to
+    draft, by engine.
     """
     usual = DRAFT_TOKENS
     at_best = Support("", "its layout holds this head", loads=True, serves=True)
@@ -65,7 +65,7 @@ def judge(
         usual = pair.head.depths
         if not pair.head.config.causal:
             # A non-causal block drafts other tokens when shortened; use the whole block.
-            tokens = {}
+            by_plan = {name: replace(how, draft_tokens=usual) for name, how in by_plan.items()}
     kind = JOINED + pair.kind if is_joined(config.draft) else pair.kind
     verdicts = []
     for engine, kinds in SERVING.items():
@@ -73,8 +73,8 @@ def judge(
         if serving is not None and serving.unwritten:
             verdicts.append(Support(engine, serving.unwritten, by_export=True))
         elif serving is not None:
-            count = tokens.get(engine, usual)
-            verdicts.append(_support(engine, serving, config, pair, at_best, count))
+            how = by_plan.get(engine, Planned(usual))
+            verdicts.append(_support(engine, serving, config, pair, at_best, how))
         elif "draft" in kinds:
             joins = "takes prompt lookup or a draft, not both"
             reason = joins if kind != pair.kind else f"reads no {kind} heads"
@@ -102,7 +102,7 @@ def _support(
     config: DoctorConfig,
     pair: Pair,
     at_best: Support,
-    draft_tokens: int,
+    how: Planned,
 ) -> Support:
     """What the engine does with the pair: `at_best`, if neither a rule nor its sources object."""
     where = {engine}
@@ -129,7 +129,7 @@ def _support(
         # The engine reads the layer in the target's own checkpoint.
         serving = replace(serving, draft_format=None)
         draft = target
-    exports, command = serving.commands(pair.kind, target, draft, draft_tokens)
+    exports, command = serving.commands(pair.kind, target, draft, how.draft_tokens, how.options)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
     reason = at_best.reason
     if serving.norms and pair.norms_of_31():

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.config import ServedConfig
+from draftsmith.core.errors import InputError
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
 from draftsmith.core.options import configured
@@ -86,7 +87,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     watch(asker, asked, config)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
-    case = _case(server, pair, asked, sampling)
+    told = server.facts()
+    case = _case(server, pair, asked, sampling, _rule(server, pair, config, told))
     groups = groups_of([each.prompt for each in asked])
     emitted = counted(answers)
     predicted = replay(case, tokens)
@@ -109,7 +111,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
     cause = next((row for row in tried if row["fits"]), None)
     kept = served_rows(asked)
-    facts = server.facts() | {
+    facts = told | {
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
         "max_new_tokens": config.max_new_tokens,
@@ -121,6 +123,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "server": facts,
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
+        "rule": case.rule,
         "prompts": len(answers),
         "prompt_groups": groups,
         "remarks": [remark["text"] for remark in of_groups({"prompts": groups})],
@@ -179,20 +182,42 @@ def _load(config: ServedConfig) -> Pair:
     return pair
 
 
+def _rule(
+    server: RunningServer, pair: Pair, config: ServedConfig, told: Mapping[str, object]
+) -> str:
+    """Return our verifier for the server's rule: as it was told, else the one with which it can
+    accept most. vLLM can sample drafts, other engines cannot.
+    """
+    names = ("draft_sample_method", "rejection_sample_method")
+    drafts, rejects = (getattr(config, name) for name in names)
+    if server.engine != "vllm":
+        if drafts or rejects:
+            raise InputError(f"{names[0]}, {names[1]}: are vLLM's; this is {NAMES[server.engine]}")
+        return "naive"
+    by_name = {name.rpartition(".")[2]: value for name, value in told.items()}
+    drafts, rejects = drafts or by_name.get(names[0]), rejects or by_name.get(names[1])
+    if drafts is None:
+        drafts = "greedy" if depth_limit(pair.drafts["draft"]) else "probabilistic"
+    if drafts == "greedy":
+        return "naive"  # of drafts that are not drawn, block verification accepts no more
+    return "block" if rejects == "block" else "speculative"
+
+
 def _case(
-    server: RunningServer, pair: Pair, asked: Sequence[ServedPrompt], sampling: Sampling
+    server: RunningServer,
+    pair: Pair,
+    asked: Sequence[ServedPrompt],
+    sampling: Sampling,
+    rule: str,
 ) -> Case:
-    draft = pair.drafts["draft"]
     said = [each.answer.sampling for each in asked if each.answer.sampling is not None]
     samplings = [Sampling(temperature=temperature) for temperature in _TEMPERATURES]
-    # The rule with which the engine can accept most: vLLM can sample drafts, other engines cannot.
-    samples = server.engine == "vllm" and depth_limit(draft) is None
     return Case(
         target=pair.target,
-        draft=draft,
+        draft=pair.drafts["draft"],
         rows=[each.text(each.answer.output_ids) for each in asked],
         sampling=sampling,
-        rule="speculative" if samples else "naive",
+        rule=rule,
         read_ids=[each.answer.prompt_ids for each in asked],
         samplings=list(dict.fromkeys(said)) or samplings,
     )

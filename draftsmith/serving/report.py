@@ -16,7 +16,8 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
     predicted = found["predicted"]
     lines = [
         f"{found['engine']} at {found['url']} drafts {found['draft_tokens']} tokens; "
-        f"{found['prompts']} prompts, temperature {found['temperature']:g}",
+        f"{found['prompts']} prompts, temperature {found['temperature']:g}; "
+        f"predicted by rule {found['rule']}",
         f"{'':<18}{'served':<24}predicted",
         _row("tokens per call", served["tokens_per_call"], predicted["tokens_per_call"]),
     ]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import median
-from typing import Any, TypedDict
+from typing import Any
 
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import write_json_atomic
@@ -20,9 +20,8 @@ from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
-from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.draft_sources import check_sources, models_of
-from draftsmith.drafts.engine_commands import SERVING
+from draftsmith.drafts.engine_commands import SERVING, schedule_lines, setting_lines
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import kind_of
 from draftsmith.eval import remarks
@@ -39,6 +38,12 @@ from draftsmith.eval.planning.planner import (
     Expected,
     Planner,
 )
+from draftsmith.eval.planning.serving import (
+    batch_rows,
+    engine_rows,
+    none_pays_from,
+    vllm_schedule,
+)
 from draftsmith.eval.schema import Estimate
 
 SCHEMA_VERSION = 1
@@ -50,46 +55,12 @@ FINALISTS = 3
 LISTED = 20
 
 
-# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'
-# sources and documentation, November 2026). At temperature 0 all engines accept what the target
-# would have chosen.
-_GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
-ENGINE_RULES = {
-    "vllm": _GREEDY_DRAFT,
-    "sglang": _GREEDY_DRAFT,
-    "llama.cpp": _GREEDY_DRAFT,
-    "transformers": ("speculative", "the draft samples, accepted with min(1, p/q)"),
-}
-
-
-class EngineRow(TypedDict):
-    """The best draft length of an engine under its own rule at this machine's costs."""
-
-    engine: str
-    rule: str
-    draft_tokens: int
-    tau: float
-    speedup: float
-
-
-def engine_rows(kind: str, expected: Expected, lengths: Sequence[int]) -> list[EngineRow]:
-    """Return a row for each engine that loads a draft of this kind."""
-    rows: list[EngineRow] = []
-    for engine, (verifier, rule) in ENGINE_RULES.items():
-        if kind not in SERVING[engine]:
-            continue
-        row = EngineRow(engine=engine, rule=rule, draft_tokens=0, tau=0.0, speedup=-1.0)
-        for length in lengths:
-            rate, tau = expected.rate(kary((1,) * length), verifier)
-            speedup = rate * expected.costs.alone
-            if speedup > row["speedup"]:
-                row |= {"draft_tokens": length, "tau": tau, "speedup": speedup}
-        rows.append(row)
-    return rows
-
-
-def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
-    """Return the plan as JSON, without the names of the models and the machine."""
+def plan_pair(
+    planner: Planner, confirm_batches: int, batch_sizes: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Return the plan as JSON, without the names of the models and the machine. batch_sizes: of the
+    schedule.
+    """
     steps = STEPS + RANKING_STEPS * planner.predicts
     with progress("plan", steps) as advance:
         expected = planner.expect(advance) if planner.predicts else None
@@ -101,11 +72,15 @@ def plan_pair(planner: Planner, confirm_batches: int) -> dict[str, Any]:
     candidates = [expected.row(each) for each in static[:LISTED]] if expected else []
     candidates += [candidate.row() for candidate in tried]
     trees = {"candidates": candidates, "not_tried": not_tried}
-    return plan_document(planner, expected, trees, confirmed)
+    return plan_document(planner, expected, trees, confirmed, batch_sizes)
 
 
 def plan_document(
-    planner: Planner, expected: Expected | None, trees: dict[str, Any], confirmed: Confirmed
+    planner: Planner,
+    expected: Expected | None,
+    trees: dict[str, Any],
+    confirmed: Confirmed,
+    batch_sizes: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Write the plan as JSON. expected: None if all trees are timed."""
     rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
@@ -129,12 +104,15 @@ def plan_document(
     noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
     noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
     engines = []
+    schedule = None
     # Give no engine advice if timings are noisy or no draft pays.
-    if expected and planner.model is not None and not busy and pays is not False:
+    if expected and planner.model is not None and not busy:
         # Slots that see each other draft something else in a shorter block.
         whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
         lengths = range(planner.depth if whole else 1, planner.depth + 1)
         engines = engine_rows(kind_of(planner.model), expected, lengths)
+        schedule = _schedule(expected, batch_sizes, lengths, engines)
+        engines = [] if pays is False else engines
     texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
@@ -154,9 +132,30 @@ def plan_document(
         **trees,
         "confirmed": confirmed.rows,
         "engines": engines,
+        "schedule": schedule,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
+    }
+
+
+def _schedule(
+    expected: Expected,
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    engines: Sequence[dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Return the lengths by batch size, under the rule of vLLM's best setting; None without
+    sizes.
+    """
+    if not sizes:
+        return None
+    rules = [row["verifier"] for row in engines if row["engine"] == "vllm"]
+    rows = batch_rows(expected, sizes, lengths, (rules or ["naive"])[0])
+    return {
+        "batch_sizes": rows,
+        "none_pays_from": none_pays_from(rows),
+        "vllm": vllm_schedule(rows),
     }
 
 
@@ -209,12 +208,12 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
     )
-    document = plan_pair(planner, config.confirm_prompts)
+    document = plan_pair(planner, config.confirm_prompts, config.batch_sizes)
     models = model_rows(config.target, pair.target, sources, drafts)
     kind = models["draft"]["kind"]
     for row in document["engines"]:
         row["exports"], row["command"] = SERVING[row["engine"]][kind].commands(
-            kind, config.target, config.draft, row["draft_tokens"]
+            kind, config.target, config.draft, row["draft_tokens"], row["options"]
         )
     options = {"prompts": config.prompts, "seed": config.seed}
     document |= {
@@ -253,5 +252,6 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
     for row in document["engines"]:
         tau = f"{row['tau']:.2f} tokens a step expected"
         lines.append(f"  {row['engine']}: {row['draft_tokens']} draft tokens, {tau}")
+        lines += [f"    {line}" for line in setting_lines(row["settings"])]
         lines += [f"    {command}" for command in (*row["exports"], row["command"])]
-    return lines
+    return lines + schedule_lines(document["schedule"])

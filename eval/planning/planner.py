@@ -236,9 +236,11 @@ class Planner:
         )
         return traces["d"]
 
-    def time_steps(self, texts: Sequence[Continuation]) -> dict[str, list[float]]:
-        """Time steps on trees of several shapes, round by round. Contexts are the first two thirds
-        of each prompt plus answer.
+    def time_steps(
+        self, texts: Sequence[Continuation], *, trees_fit: bool
+    ) -> dict[str, list[float]]:
+        """Time steps on trees of several shapes, or on whole chains, round by round. Contexts are
+        the first two thirds of each prompt plus answer.
         """
         contexts = []
         for row in texts:
@@ -256,7 +258,7 @@ class Planner:
             seconds,
             self.depth_limit,
             lambda: self.within(0.5),
-            trees_fit=self.trees_fit,
+            trees_fit=trees_fit,
         )
 
     def try_trees(self) -> tuple[list[Candidate], list[dict[str, str]]]:
@@ -332,7 +334,7 @@ class Planner:
         advance(1, "acceptance")
         traces = self.traces(texts)
         advance(1, "costs of a step")
-        rounds = self.time_steps(texts)
+        rounds = self.time_steps(texts, trees_fit=self.trees_fit)
         advance(1, "choosing")
         return Expected(self, texts, traces, rounds)
 
