@@ -3,7 +3,7 @@
 Legend: T tokens, L layers, H hidden size.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, count, islice
 from pathlib import Path
@@ -22,7 +22,7 @@ from draftsmith.core.state_files import checkpoint_files
 from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tokenizer
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
-from draftsmith.distill.engines.states import Files, StateWriter
+from draftsmith.distill.engines.states import Files
 
 # A text to compare states on, and how many of its tokens two rows share.
 _TEXT = "The states of a text depend on its tokens alone, not on who else is read beside them. " * 8
@@ -33,61 +33,45 @@ _TOGETHER = 1024
 _GREEDY = Sampling(temperature=0.0)
 
 
-def ask(engine: Engine, rows: Iterable[tuple[Key, Sequence[int]]]) -> None:
-    """Let the engine read rows, and write the states of all but their last token."""
+def ask(engine: Engine, groups: Iterable[Sequence[Sequence[int]]], first: int = 1) -> None:
+    """Let the engine read groups of rows, and write the states of all but their last token. Of an
+    empty group there is nothing to ask yet.
+
+    first: number of the first row; below 0 for `probes`. Raise RunError for a row without states.
+    """
     states = engine.states
     assert states is not None
-    reasons: list[str] = []
+    numbers = count(first)
 
     def requests() -> Iterator[Sequence[AnswerRequest]]:
-        waiting = iter(rows)
-        while group := list(islice(waiting, _TOGETHER)):
-            yield _requests(states, group)
-
-    def done(request: AnswerRequest, answer: Answer | Failed) -> None:
-        if isinstance(answer, Failed):
-            reasons.append(answer.reason)
-
-    engine.run(requests(), done)
-    if reasons:
-        raise RunError(f"states: {len(reasons)} rows have none: {reasons[0]}")
-
-
-def _requests(
-    states: StateWriter, rows: Sequence[tuple[Key, Sequence[int]]]
-) -> list[AnswerRequest]:
-    states.rows |= {key: ids for key, ids in rows if key.row >= 0}
-    return [AnswerRequest(key, tuple(ids[:-1]), 0, _GREEDY, 1) for key, ids in rows]
-
-
-def ask_servers(
-    config: DistillConfig, layers: Sequence[int], files: Files
-) -> Callable[[Iterable[Sequence[Sequence[int]]]], None]:
-    """Find the servers, and let the main process `check` them. Return what asks for groups of rows
-    until there are no more, and raises RunError at once for a row without states.
-
-    layers: of `files`, ascending; the last is the raw last one. Of an empty group there is nothing
-    to ask for yet.
-    """
-    engine = ENGINES[config.engine](config, load_tokenizer(config.target, **tokenizing(config)))
-    states = engine.states
-    assert states is not None
-    states.layers = list(layers)
-    states.files = files
-    if is_main():
-        check(config, engine)
-    numbers = count()
+        for group in groups:
+            rows = {next(numbers): ids for ids in group}
+            states.rows |= rows
+            yield [
+                AnswerRequest(Key(number, 0, 0), tuple(ids[:-1]), 0, _GREEDY, 1)
+                for number, ids in rows.items()
+            ]
 
     def done(request: AnswerRequest, answer: Answer | Failed) -> None:
         if isinstance(answer, Failed):
             tokens = len(request.prompt_ids) + 1
             raise RunError(f"states: a row of {tokens} tokens has none: {answer.reason}")
 
-    def ask_for(groups: Iterable[Sequence[Sequence[int]]]) -> None:
-        keyed = ([(Key(next(numbers), 0, 0), ids) for ids in group] for group in groups)
-        engine.run((_requests(states, group) for group in keyed), done)
+    engine.run(requests(), done)
 
-    return ask_for
+
+def servers(config: DistillConfig, layers: Sequence[int], files: Files) -> Engine:
+    """Servers that write states of these layers into `files`, checked by the main process.
+
+    layers: ascending; the last is the raw last one.
+    """
+    engine = ENGINES[config.engine](config, load_tokenizer(config.target, **tokenizing(config)))
+    assert engine.states is not None
+    engine.states.layers = list(layers)
+    engine.states.files = files
+    if is_main():
+        check(config, engine)
+    return engine
 
 
 def check(config: DistillConfig, engine: Engine) -> None:
@@ -98,13 +82,12 @@ def check(config: DistillConfig, engine: Engine) -> None:
     assert states is not None
     ids = encode_text(load_tokenizer(config.target, **tokenizing(config)), _TEXT)
     rows = [ids[: _SHARED + 16], [*ids[:_SHARED], *ids[80:96]], ids[3:20]]
-    keys = [Key(-1, number, 0) for number in range(len(rows) + 1)]
-    ask(engine, [(keys[-1], rows[0])])
-    ask(engine, zip(keys, rows, strict=False))
-    found = [states.probes[key] for key in keys]
+    ask(engine, [rows[:1]], first=-4)
+    ask(engine, [rows], first=-3)
+    alone, *found = [states.probes[-number] for number in (4, 3, 2, 1)]
     # Of 16 bits, which round; another layer's states are further away.
     tolerance = 1e-3 if found[0].dtype == torch.float32 else 0.05
-    apart = float(_apart(found[0], found[-1]).max())
+    apart = float(_apart(found[0], alone).max())
     if apart > tolerance:
         raise RunError(
             f"states: a row's differ by {apart:.0%} from those of a second request: they depend on "
@@ -115,7 +98,7 @@ def check(config: DistillConfig, engine: Engine) -> None:
     if size > _LARGEST:
         say(f"states: are not compared with a local forward of {size / 2**30:.0f} GiB")
     else:
-        _compare(config, states.layers, list(zip(rows, found, strict=False)), tolerance)
+        _compare(config, states.layers, list(zip(rows, found, strict=True)), tolerance)
     states.open(found[0].dtype)
 
 
@@ -163,16 +146,17 @@ def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
     states.expected = sum(manifest["counts"]["rows"] for manifest in manifests)
     asked = 0
 
-    def lacking() -> Iterator[tuple[Key, Sequence[int]]]:
+    def lacking() -> Iterator[Sequence[int]]:
         nonlocal asked
         columns = ["prompt_ids", "response_ids"]
         for row in chain.from_iterable(set_rows(directory, columns) for directory in sets):
             ids = [*row["prompt_ids"], *row["response_ids"]]
             if not states.has(ids):
                 asked += 1
-                yield Key(asked, 0, 0), ids
+                yield ids
 
-    ask(engine, lacking())
+    rows = lacking()
+    ask(engine, iter(lambda: list(islice(rows, _TOGETHER)), []))
     return {"rows": states.expected, "asked": asked}
 
 

@@ -123,7 +123,9 @@ def test_one_request_gives_the_answer_and_its_states(
     same_states(target_dir, rows, states)
 
 
-def writer(target: str, place: Path) -> Callable[[list[int]], str]:
+def writer(
+    target: str, place: Path, layers: Sequence[int] = (0, 1, 2)
+) -> Callable[[list[int]], str]:
     """Writes the states of tokens as a server does."""
     model = load_model(target, device="cpu")
     count = itertools.count()
@@ -133,7 +135,7 @@ def writer(target: str, place: Path) -> Callable[[list[int]], str]:
     def states(given: list[int]) -> str:
         # Hooks of a model see the forwards of all threads.
         with lock, torch.no_grad():
-            found = body_states(model, (0, 1, 2), input_ids=torch.tensor([given]))
+            found = body_states(model, layers, input_ids=torch.tensor([given]))
         path = place / "served" / f"{next(count)}.safetensors"
         states_TLH = torch.stack([state[0] for state in found], 1).contiguous()
         save_file({"token_ids": torch.tensor(given), "hidden_states": states_TLH}, path)

@@ -1,5 +1,6 @@
 """Training beside servers that write the target's states while it reads them."""
 
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,20 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
+from benchmarks.lib.engines import vllm_server
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.options import command_line
+from draftsmith.core.record import read_record
 from draftsmith.distill.config import StatesConfig
 from draftsmith.distill.engines import openai
 from draftsmith.distill.states import write_states
+from draftsmith.drafts.heads.eagle3 import aux_layers
 from draftsmith.train import online_states
 from draftsmith.train.config import HeadOptions, TrainConfig
 from draftsmith.train.training_run import train
+from tests import test_distill_vllm
+from tests.distilled import write_rows
 from tests.door import forget_processes
+from tests.openvino_ir import engine
 from tests.serving import Server, serving
 from tests.test_states_engine import writer
 from tests.train_laws import BEFORE, close
 
+ROOT = Path(__file__).parents[1]
 ROWS = 48
 # Requests before the first row: the trial, one text alone, and three together.
 FIRST = 5
@@ -39,9 +48,12 @@ RUN: dict[str, Any] = {
 }
 
 
+HEAD = HeadOptions(test_steps=2)
+
+
 def trained(out: Path, **options: Any) -> Path:
     forget_processes()
-    train(TrainConfig(**RUN | options, head=HeadOptions(test_steps=2), out=str(out)))
+    train(TrainConfig(**RUN | {"head": HEAD} | options, out=str(out)))
     return out
 
 
@@ -56,15 +68,21 @@ def pair(target_dir, distilled):
 
 
 @pytest.fixture(scope="module")
-def far(pair, tmp_path_factory, tokenizer):
-    """The draft that a finished set of states trains."""
+def whole(pair, tmp_path_factory, tokenizer):
+    """A finished set of states."""
     place = tmp_path_factory.mktemp("far")
     states = str(place / "states")
     target = pair["target"]
     with serving("vllm", tokenizer, states=writer(target, place)) as server:
         asked = {"target": target, "engine": "openai", "endpoint": [server.url]}
         write_states(StatesConfig(**asked, states=states, states_of=pair["data"]))
-    return trained(place / "draft", **pair, states=states)
+    return states
+
+
+@pytest.fixture(scope="module")
+def far(pair, tmp_path_factory, whole):
+    """The draft that a finished set of states trains."""
+    return trained(tmp_path_factory.mktemp("far") / "draft", **pair, states=whole)
 
 
 def watched(states: Callable[[list[int]], str], place: Path, sizes: list[int]) -> Any:
@@ -102,6 +120,28 @@ def test_states_are_read_while_they_are_written(
     same(tmp_path / "near", far)
     assert max(sizes) < (gib or 1) * 2**30 and not list(tmp_path.glob("states/online-*"))
     assert "train: waited for states" in capsys.readouterr().err
+
+
+# Layers that each reads, and options.
+OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    # Its steps read no states, only evaluations do.
+    "ce": ((2,), {"kind": "lm", "objective": "ce", "head": HeadOptions()}),
+    # Reads held-out rows once more in the end.
+    "dspark": ((1, 2), {"kind": "dspark", "head": HeadOptions(num_layers=1, target_layers=[0])}),
+    "packed": ((0, 1, 2), {"packing": True, "accumulation": 2, "patience": 1}),
+}
+
+
+@pytest.mark.slow(8)
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_read_is_asked_for_in_that_order(name, pair, whole, draft_dir, tokenizer, tmp_path):
+    layers, own = OTHERS[name]
+    options = pair | own | ({"draft": draft_dir} if name == "ce" else {})
+    trained(tmp_path / "far", **options, states=whole)
+    with serving("vllm", tokenizer, states=writer(pair["target"], tmp_path, layers)) as server:
+        place = {"states": str(tmp_path / "states"), "states_gib": SMALL}
+        trained(tmp_path / "near", **options, **place, states_from=[server.url])
+    same(tmp_path / "near", tmp_path / "far")
 
 
 def test_it_learns_as_beside_the_target(pair, far, tmp_path):
@@ -188,3 +228,39 @@ def test_what_cannot_be_used_is_one_line(pair, far, tokenizer, tmp_path):
         with pytest.raises(RunError, match="is in float32; give --dtype float32"):
             trained(tmp_path / "near", **pair, **place, **half)
     assert not (tmp_path / "near").exists()
+
+
+@pytest.mark.engines
+def test_a_head_learns_beside_vllm(tmp_path, door, monkeypatch):
+    """As beside the local target; the files are vLLM's own."""
+    monkeypatch.chdir(ROOT)
+    target = test_distill_vllm.REAL
+    prompts = write_rows(
+        tmp_path / "p.jsonl", *({"prompt": f"If the lock {number} is not"} for number in range(40))
+    )
+    there = ["distill", "--target", target, "--prompts", prompts, "--out", tmp_path / "set"]
+    door.ok(*there, "--dtype", "float32", "--max_new_tokens", 24)
+    last = AutoConfig.from_pretrained(target).num_hidden_layers
+    layers = {"eagle_aux_hidden_state_layer_ids": [*aux_layers(last), last]}
+    drafting = {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": layers},
+    }
+    transfer = {
+        "kv_connector": "CPUConnector",
+        "kv_connector_module_path": "tests.vllm_states_on_cpu",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "served")},
+    }
+    words = ["--model", target, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
+    words += ["--speculative-config", json.dumps(drafting)]
+    words += ["--kv-transfer-config", json.dumps(transfer)]
+    options = {"target": target, "data": [str(tmp_path / "set")]}
+    with vllm_server(engine("vllm"), words) as port:
+        place = {"states": str(tmp_path / "states"), "states_gib": 1e-3}
+        address = f"http://127.0.0.1:{port}/v1"
+        trained(tmp_path / "near", **options, **place, states_from=[address])
+    trained(tmp_path / "local", **options)
+    alphas = [read_record(tmp_path / name)["heldout_alpha"] for name in ("near", "local")]
+    assert alphas[0] == pytest.approx(alphas[1], abs=0.002)

@@ -18,7 +18,7 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.errors import RunError
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
-from draftsmith.core.ranks import groups, say
+from draftsmith.core.ranks import groups
 from draftsmith.core.signals import StopSignal
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.stats import independent_tau
@@ -163,8 +163,6 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
                 if isinstance(cache, OnlineStates):
                     figure += f", waited {cache.waited():.0%} for states"
                 advance(1, f"loss {figures['loss']:.3f} {figure}")
-        if isinstance(cache, OnlineStates):
-            say(f"train: waited for states {cache.waited():.0%} of the time")
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
             raise

@@ -7,7 +7,6 @@ needed.
 """
 
 import contextlib
-import heapq
 import shutil
 import threading
 import time
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
-from draftsmith.core.io import hash_json, writing
-from draftsmith.core.ranks import groups, own_group
+from draftsmith.core.io import hash_json, make_dir, writing
+from draftsmith.core.ranks import groups, own_group, say
 from draftsmith.core.settings import loading
 from draftsmith.core.state_files import RAW_LAST, StoredStates
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.states import ask_servers
+from draftsmith.distill.states import ask, servers
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.job import TrainingJob
 
@@ -45,18 +44,12 @@ _TIMEOUT_S = 120.0
 _LEAVE_S = 5.0
 
 
-class _Closed(Exception):
-    """Nothing more is read."""
-
-
 @dataclass
 class _Document:
-    """number: in the order of asking. size: bytes of its own file, 0 if it was here before. reads:
-    how often it will be read, as far as was asked ahead. here: whether it can be. keys: of what its
-    own file holds.
+    """size: bytes of its own file, 0 if it was here before. here: whether it can be read. reads:
+    how often it will be, as far as was asked ahead. keys: of what its own file holds.
     """
 
-    number: int
     size: int
     here: bool
     reads: int = 0
@@ -86,13 +79,12 @@ class OnlineStates(StoredStates):
         if self._size(int(longest)) > self._limit:
             needed = groups() * self._size(int(longest)) / 2**30
             raise InputError(f"states_gib: a row of {longest} tokens takes {needed:.2g}; give more")
-        self._own = _own_directory(Path(config.states), config.out)
+        run = f"online-{hash_json(str(Path(config.out).absolute()))[:16]}"
+        self._own = Path(config.states) / run / str(own_group())
+        # In the order of asking.
         self._documents: dict[str, _Document] = {}
-        self._count = 0
         # Bytes of own files, and of those among them that are still to be read.
         self._used = self._ahead = 0
-        # Documents that were read, the last to be asked for first.
-        self._done: list[tuple[int, str]] = []
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._closed = False
@@ -100,13 +92,16 @@ class OnlineStates(StoredStates):
         self._waited_s = 0.0
         self._thread: threading.Thread | None = None
         try:
-            self._ask = ask_servers(_servers(config), sorted(given), self)
+            self._servers = servers(_asking(config), sorted(given), self)
         except InputError as error:
             reason = str(error).removeprefix("endpoint: ")
             raise InputError(f"states_from: {reason}") from None
 
     def begin(self, reads: Iterable[Sequence[int]]) -> None:
         """Let the servers work. reads: the tokens of documents, not cut, in the order of `get`."""
+        # What a killed run left.
+        shutil.rmtree(self._own, ignore_errors=True)
+        make_dir(self._own, "states")
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._work, args=(reads,), daemon=True)
         self._thread.start()
@@ -134,7 +129,6 @@ class OnlineStates(StoredStates):
             if document.size and not document.reads:
                 self._ahead -= document.size
                 self._readers.pop(self._file(key), None)
-                heapq.heappush(self._done, (-document.number, key))
         return states_LTH
 
     def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
@@ -157,6 +151,7 @@ class OnlineStates(StoredStates):
             self._closed = True
         if self._thread is not None:
             self._thread.join(_LEAVE_S)
+        say(f"train: waited for states {self.waited():.0%} of the time")
         shutil.rmtree(self._own, ignore_errors=True)
         with contextlib.suppress(OSError):
             # Other processes may have theirs.
@@ -165,7 +160,7 @@ class OnlineStates(StoredStates):
     def _work(self, reads: Iterable[Sequence[int]]) -> None:
         error: BaseException = AssertionError("documents are read in another order")
         try:
-            self._ask(self._groups(reads))
+            ask(self._servers, self._groups(reads))
         except BaseException as stopped:
             error = stopped
         with self._changed:
@@ -177,6 +172,8 @@ class OnlineStates(StoredStates):
         group: list[Sequence[int]] = []
         for whole in reads:
             while not self._expect(whole, group):
+                if self._closed:
+                    return
                 yield group
                 group = []
             if len(group) == _TOGETHER:
@@ -186,20 +183,17 @@ class OnlineStates(StoredStates):
 
     def _expect(self, whole: Sequence[int], group: list[Sequence[int]]) -> bool:
         """Count a document that will be read, and add it to `group` if it must be asked for; False
-        if there is no room for it yet.
+        if there is no room for it yet, or nothing more is read.
         """
         ids = whole[: self._length]
         key = self._key(ids)
         with self._changed:
-            if self._closed:
-                raise _Closed
             document = self._documents.get(key)
             if document is None:
                 size = 0 if self._was_here(whole) else self._size(len(ids))
-                if not self._make_room(size):
+                if self._closed or not self._make_room(size):
                     return False
-                document = self._documents[key] = _Document(self._count, size, here=not size)
-                self._count += 1
+                document = self._documents[key] = _Document(size, here=not size)
                 self._used += size
                 if size:
                     group.append(ids)
@@ -215,20 +209,16 @@ class OnlineStates(StoredStates):
             return True
         if self._ahead and self._ahead + size > self._limit // _AHEAD:
             return False
-        while self._done and self._used + size > self._limit:
-            _, key = heapq.heappop(self._done)
-            document = self._documents.get(key)
-            # It may have been dropped, or be read once more.
-            if document is not None and document.here and not document.reads:
-                self._drop(key)
-        return self._used + size <= self._limit
-
-    def _drop(self, key: str) -> None:
-        document = self._documents.pop(key)
-        self._used -= document.size
-        for name in document.keys:
-            del self._file_of[name]
-        self._file(key).unlink()
+        for key, document in reversed(list(self._documents.items())):
+            if document.here and document.size and not document.reads:
+                del self._documents[key]
+                self._used -= document.size
+                for name in document.keys:
+                    del self._file_of[name]
+                self._file(key).unlink()
+            if self._used + size <= self._limit:
+                return True
+        return False
 
     def _was_here(self, whole: Sequence[int]) -> bool:
         return all([self._find(whole, self._length, layer) for layer in self.layers])
@@ -255,22 +245,7 @@ class OnlineStates(StoredStates):
         """What is not here is asked for."""
 
 
-def _own_directory(states: Path, out: str) -> Path:
-    """An empty directory for this process of the run that writes `out`; what a killed run left is
-    deleted.
-    """
-    run = states / f"online-{hash_json(str(Path(out).absolute()))[:16]}"
-    for left in run.glob("*"):
-        rank = int(left.name)
-        if rank == own_group() or (own_group() == 0 and rank >= groups()):
-            shutil.rmtree(left)
-    own = run / str(own_group())
-    with writing(own):
-        own.mkdir(parents=True)
-    return own
-
-
-def _servers(config: TrainConfig) -> DistillConfig:
+def _asking(config: TrainConfig) -> DistillConfig:
     assert config.target is not None
     return DistillConfig(
         target=config.target,

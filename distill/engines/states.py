@@ -52,7 +52,7 @@ class StateWriter:
 
     layers: of the states that the engine gives, ascending; the last is the raw last one. files:
     where they are kept; made for the engine's dtype, if they are not set. rows: the tokens of rows
-    that are asked for their states alone, by the key of the request. probes: states of requests
+    that are asked for their states alone, by the row of the request. probes: states of requests
     with a negative row, which are compared and not kept. expected: number of rows, if it is known.
     """
 
@@ -67,8 +67,8 @@ class StateWriter:
         self.layers = sorted({*(config.states_layers or aux_layers(last)), last})
         if self.layers[-1] > last:
             raise InputError(f"states_layers: {self.layers[-1]} is beyond the {last} layers")
-        self.rows: dict[tuple[int, int, int], Sequence[int]] = {}
-        self.probes: dict[tuple[int, int, int], Tensor] = {}
+        self.rows: dict[int, Sequence[int]] = {}
+        self.probes: dict[int, Tensor] = {}
         self.expected: int | None = None
         self._width = int(model.hidden_size)
         self._incoming = Path(config.states) / "incoming"
@@ -106,10 +106,10 @@ class StateWriter:
             raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
         states_LTH = self._read(Path(path), ids)
         if key[0] < 0:
-            self.probes[key] = states_LTH
+            self.probes[key[0]] = states_LTH
             return
         assert self.files is not None
-        self.files.put(self.rows.pop(key, ids), states_LTH)
+        self.files.put(self.rows.pop(key[0], ids), states_LTH)
         self._rows += 1
         self._tokens += states_LTH.shape[1]
         self._bytes += states_LTH.nbytes
