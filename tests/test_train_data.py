@@ -4,6 +4,7 @@ run.
 
 import json
 import math
+from itertools import zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ from draftsmith.train.batches import collate
 from draftsmith.train.config import Optim
 from draftsmith.train.data import (
     Examples,
+    chats_read_once,
     divide,
+    document_tokens,
     load_examples,
     packed,
     trained_prompts,
@@ -62,7 +65,7 @@ def write(directory: Path, rows: list[Row]) -> str:
     path = directory / "part-00000.parquet"
     ids = [(name, pa.list_(pa.int32())) for name in ("prompt_ids", "response_ids")]
     more = [("teacher", pa.large_binary())] if "teacher" in rows[0] else []
-    more += [("asked", pa.string())] if "asked" in rows[0] else []
+    more += [(name, pa.string()) for name in ("asked", "prompt_hash") if name in rows[0]]
     pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(ids + more)), path)
     part = {"file": path.name, "sha256": sha256_file(path), "rows": len(rows)}
     (directory / "manifest.json").write_text(json.dumps({"complete": True, "parts": [part]}))
@@ -425,6 +428,52 @@ def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
     return pairs(
         *((draw.integers(2, 61, a).tolist(), draw.integers(2, 61, b).tolist()) for a, b in lengths)
     )
+
+
+def chat_rows(first: int) -> list[Row]:
+    """A chat of three turns, whose second answer has another end than the template writes; a third
+    turn whose history was rewritten, which begins as a sample of one token does; and another one.
+    """
+    one = [first, 3, 4]
+    two = [*one, 5, 6, 7, 30, 31]
+    three = [*two, 8, 9, 20, 32, 33]
+    rows = pairs(
+        (three, [10, 11, 1]),
+        (one, [5, 6, 7]),
+        (two, [8, 9, 1]),
+        ([first, 3, 4, 6, 7, 30, 31], [12, 1]),
+        (one, [1]),
+        (one, [2]),
+    )
+    return [row | {"prompt_hash": f"{first:016x}"} for row in rows]
+
+
+def test_turns_of_a_chat_are_read_once_and_train_what_they_trained(tmp_path, capsys):
+    rows = [*chat_rows(40), *chat_rows(41), {**pairs(([2], [3]))[0], "prompt_hash": ""}]
+    apart = examples_of(tmp_path, "set", rows)
+    once = chats_read_once(apart)
+    assert once.sequences is not None
+    assert once.sequences == [[1, 2, 0], [4, 3], [5], [7, 8, 6], [10, 9], [11], [12]]
+    assert once.valid_tokens.sum() == apart.valid_tokens.sum()
+    tokens = f"{apart.lengths.sum()} tokens of chats are read as {once.lengths.sum()}: turns once"
+    assert tokens in capsys.readouterr().err
+    assert once.lengths[0] == 16 and once.digest != apart.digest
+    assert list(once.tokens())[0] == rows[0]["prompt_ids"] + rows[0]["response_ids"]
+    batch = collate(once, [0])
+    labels = [collate(apart, [row]).labels_BT[0].tolist() for row in (1, 2, 0)]
+    joined = [max(place) for place in zip_longest(*labels, fillvalue=IGNORE)]
+    assert batch.labels_BT[0].tolist() == joined and joined.count(1) == 2
+    # Packed and mixed they are the same documents.
+    general = chats_read_once(examples_of(tmp_path, "general", chat_rows(50)))
+    for mixed in (with_replay(once, general), with_replay(packed(once, 0), packed(general, 0))):
+        units_of_all = collate(mixed, range(len(mixed)))
+        predicted = int((units_of_all.labels_BT != IGNORE).sum())
+        assert predicted == mixed.valid_tokens.sum() == 3 * 13 + 1
+        found = [document_tokens(document) for document in mixed.documents(len(mixed) - 1)]
+        assert found[0][0] == 50
+    cut = chats_read_once(load_examples([str(tmp_path / "set")], None, 10))
+    batch = collate(cut, [0])
+    assert batch.ids_BT.shape[1] == 10 and (batch.labels_BT != IGNORE).sum() == 3 + 2
 
 
 def test_every_document_is_in_one_row_and_rows_are_full():

@@ -282,6 +282,24 @@ def test_loss_does_not_depend_on_how_rows_are_batched_padded_or_packed(kind, tar
 
 
 @every_kind
+def test_turns_of_a_chat_in_one_sequence_have_the_losses_of_their_rows(kind, target):
+    trainee = trainee_of(kind, target).eval()
+    first = ([5, 6], [7, 8, 1])
+    second = ([5, 6, 7, 8, 1, 9, 10, 11, 12], [4, 3, 1])
+    once = batch_of([second])
+    fill(once.ids_BT[0].clone(), once.labels_BT[0], *first)
+    wanted, slopes, apart = gradients(trainee, [batch_of([first]), batch_of([second])])
+    found, others, (sums,) = gradients(trainee, [once])
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert int(sums.tokens) == sum(int(part.tokens) for part in apart)
+    for slope, other in zip(slopes, others, strict=True):
+        torch.testing.assert_close(other, slope, atol=2e-5, rtol=1e-4)
+    for name in ("depth_alpha_D", "depth_tokens_D"):
+        parts = torch.stack([getattr(part, name) for part in apart]).sum(0)
+        torch.testing.assert_close(getattr(sums, name), parts, atol=1e-4, rtol=1e-5)
+
+
+@every_kind
 def test_a_batch_without_a_draft_that_counts_has_a_loss_of_zero(kind, target):
     sums = trainee_of(kind, target)(batch_of([([], [5, 1])]))
     sums.loss.backward()

@@ -16,7 +16,7 @@ from draftsmith.core.ranks import groups, own_group
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.batch import IGNORE, Batch
-from draftsmith.train.data import Examples, Indices, Row
+from draftsmith.train.data import Examples, Indices, Row, document_tokens
 from draftsmith.train.job import TrainingJob
 from draftsmith.train.stream import units
 from draftsmith.train.teacher import StoredTeacher
@@ -95,14 +95,7 @@ def _heldout(job: TrainingJob) -> Iterator[list[int]]:
 def tokens_of(examples: Examples, indices: Iterable[int]) -> Iterator[list[int]]:
     """Yield the tokens of every document of these units, not cut."""
     for index in map(int, indices):
-        for row in _documents(examples, index):
-            yield row["prompt_ids"] + row["response_ids"]
-
-
-def _documents(examples: Examples, unit: int) -> Iterator[Row]:
-    group = [unit] if examples.groups is None else examples.groups[unit]
-    for row in group:
-        yield examples.rows[row]
+        yield from map(document_tokens, examples.documents(index))
 
 
 @dataclass
@@ -114,13 +107,17 @@ class _Unit:
     positions: list[int]
     documents: list[int]
 
-    def add(self, number: int, document: Row, limit: int) -> None:
+    def add(self, number: int, document: Sequence[Row], limit: int) -> None:
         """Append a document, cut to `limit` tokens."""
-        tokens = (document["prompt_ids"] + document["response_ids"])[:limit]
-        # The first token of a sequence is not predicted: there is nothing before it.
-        first = max(len(document["prompt_ids"]), 1)
+        tokens = document_tokens(document)[:limit]
         self.ids += tokens
-        self.labels += [IGNORE] * (first - 1) + tokens[first:] + [IGNORE]
+        labels = [IGNORE] * len(tokens)
+        for row in document:
+            # The first token of a sequence is not predicted: there is nothing before it.
+            first = max(len(row["prompt_ids"]), 1)
+            answer = document_tokens([row])[first:limit]
+            labels[first - 1 : first - 1 + len(answer)] = answer
+        self.labels += labels
         self.positions += range(len(tokens))
         self.documents += [number] * len(tokens)
 
@@ -128,15 +125,15 @@ class _Unit:
 def collate(examples: Examples, indices: Iterable[int]) -> Batch:
     """Make one right-padded batch of the units at `indices`."""
     units: list[_Unit] = []
-    documents: list[Row] = []
+    rows: list[Row] = []
     for index in map(int, indices):
         units.append(_Unit([], [], [], []))
-        for number, row in enumerate(_documents(examples, index)):
-            documents.append(row)
-            units[-1].add(number, row, examples.max_length)
+        for number, document in enumerate(examples.documents(index)):
+            rows += document
+            units[-1].add(number, document, examples.max_length)
     ids_BT = _padded([unit.ids for unit in units], 0)
     labels_BT = _padded([unit.labels for unit in units], IGNORE)
-    stored = _stored(documents, examples.max_length) if examples.stored else None
+    stored = _stored(rows, examples.max_length) if examples.stored else None
     if examples.groups is None:
         return Batch(ids_BT, labels_BT, stored=stored)
     # Padding attends to itself, and no document attends to it.

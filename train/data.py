@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,11 @@ class Examples:
     """Tokenised rows (`prompt_ids`, `response_ids`; loss on the response only), cut to `max_length`
     tokens.
 
-    A unit is what is shuffled and dealt to processes: a row, or the rows of one of the `groups` if
-    they are packed.
+    A document is what is read as one sequence: a row, or several turns of a chat (`sequences`, by
+    rows). A unit is what is shuffled and dealt to processes: a document, or the documents of one of
+    the `groups` if they are packed.
 
-    * lengths: tokens of each row.
+    * lengths: tokens of each document.
     * valid_tokens: predicted tokens of each unit.
     * dropped: number of rows that had none.
     * digest: identifies the data.
@@ -62,7 +64,7 @@ class Examples:
     * targets: fingerprints of the targets that wrote the data.
     * stored: whether every row has the teacher's column.
     * replay_from: first unit of the general data to mix in.
-    * domains: the source of each row; None if rows are packed.
+    * domains: the source of each document; None if documents are packed.
     """
 
     rows: datasets.Dataset
@@ -74,6 +76,7 @@ class Examples:
     max_token: int
     targets: frozenset[str]
     stored: bool = False
+    sequences: list[list[int]] | None = None
     groups: list[list[int]] | None = None
     replay_from: int | None = None
     domains: Indices | None = None
@@ -82,10 +85,20 @@ class Examples:
         """Number of units."""
         return len(self.valid_tokens)
 
+    def documents(self, unit: int) -> Iterator[list[Row]]:
+        """Yield the rows of each document of a unit."""
+        for document in [unit] if self.groups is None else self.groups[unit]:
+            yield [self.rows[row] for row in self.rows_of(document)]
+
     def tokens(self) -> Iterator[list[int]]:
-        """Yield prompt and response of each row, not cut."""
-        for row in self.rows.select_columns(list(_FEATURES)):
-            yield [*row["prompt_ids"], *row["response_ids"]]
+        """Yield the tokens of each document, not cut."""
+        rows = self.rows.select_columns(list(_FEATURES))
+        for document in range(len(self.lengths)):
+            yield document_tokens([rows[self.rows_of(document)[-1]]])
+
+    def rows_of(self, document: int) -> list[int]:
+        """The rows of a document, the last of which holds the others."""
+        return [document] if self.sequences is None else self.sequences[document]
 
     @cached_property
     def response_counts(self) -> Counter[int]:
@@ -321,8 +334,70 @@ def _select(examples: Examples, chosen: npt.NDArray[np.bool_], side: str) -> Exa
     )
 
 
+def document_tokens(rows: Sequence[Row]) -> list[int]:
+    """The tokens of a document, not cut."""
+    return [*rows[-1]["prompt_ids"], *rows[-1]["response_ids"]]
+
+
+def chats_read_once(examples: Examples) -> Examples:
+    """Let turns of a chat share a document where each begins with the one before token for token,
+    so that nothing is read twice. What is predicted, and after what, stays.
+    """
+    if examples.domains is None:
+        return examples
+    chats: dict[tuple[int, str], list[int]] = {}
+    for row, chat in enumerate(examples.rows[_PROMPT]):
+        if chat:
+            chats.setdefault((int(examples.domains[row]), chat), []).append(row)
+    merged: dict[int, list[int]] = {}
+    for rows in chats.values():
+        if len(rows) > 1:
+            merged |= {turns[-1]: turns for turns in _turns(examples.rows, rows)}
+    earlier = set(chain.from_iterable(turns[:-1] for turns in merged.values()))
+    if not earlier:
+        return examples
+    last = [row for row in range(len(examples.rows)) if row not in earlier]
+    sequences = [merged.get(row, [row]) for row in last]
+    valid_tokens = [examples.valid_tokens[turns].sum() for turns in sequences]
+    before = int(examples.lengths.sum())
+    lengths = examples.lengths[last]
+    say(f"train: {before:,} tokens of chats are read as {int(lengths.sum()):,}: turns once")
+    return replace(
+        examples,
+        sequences=sequences,
+        lengths=lengths,
+        valid_tokens=np.array(valid_tokens, dtype=np.int64),
+        domains=examples.domains[last],
+        digest=hash_json([examples.digest, "chats"]),
+    )
+
+
+def _turns(table: datasets.Dataset, rows: Sequence[int]) -> list[list[int]]:
+    """Divide rows of a chat into lists in which each row's prompt begins with the row before. The
+    last token of an answer may differ: it ends the answer.
+    """
+    found: list[list[int]] = []
+    texts: list[list[int]] = []
+    tokens = {row: table[row] for row in rows}
+    for row in sorted(rows, key=lambda row: len(tokens[row]["prompt_ids"])):
+        prompt = tokens[row]["prompt_ids"]
+        earlier = [
+            place
+            for place, text in enumerate(texts)
+            if len(prompt) >= len(text) and prompt[: len(text) - 1] == text[:-1]
+        ]
+        if not earlier:
+            earlier = [len(found)]
+            found.append([])
+            texts.append([])
+        place = max(earlier, key=lambda place: len(texts[place]))
+        found[place].append(row)
+        texts[place] = document_tokens([tokens[row]])
+    return found
+
+
 def packed(examples: Examples, seed: int) -> Examples:
-    """Pack several rows into each unit of at most `max_length` tokens."""
+    """Pack several documents into each unit of at most `max_length` tokens."""
     groups = pack(examples.lengths, examples.max_length, seed)
     valid_tokens = [examples.valid_tokens[group].sum() for group in groups]
     return replace(
@@ -340,14 +415,18 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
     tables = [examples.rows, replay.rows]
     if not stored:
         tables = [table.select_columns(_COLUMNS) for table in tables]
-    domains = groups = None
+    domains = groups = sequences = None
+    if examples.sequences is not None or replay.sequences is not None:
+        sequences = [examples.rows_of(document) for document in range(len(examples.lengths))]
+        for document in range(len(replay.lengths)):
+            sequences.append([len(examples.rows) + row for row in replay.rows_of(document)])
     if examples.domains is not None:
         new_domain = examples.domains.max() + 1
         domains = np.append(examples.domains, np.full(len(replay), new_domain))
     if examples.groups is not None and replay.groups is not None:
         groups = examples.groups.copy()
         for group in replay.groups:
-            groups.append([len(examples.rows) + row for row in group])
+            groups.append([len(examples.lengths) + document for document in group])
     return replace(
         examples,
         rows=datasets.concatenate_datasets(tables),
@@ -358,6 +437,7 @@ def with_replay(examples: Examples, replay: Examples) -> Examples:
         max_token=max(examples.max_token, replay.max_token),
         targets=examples.targets | replay.targets,
         stored=stored,
+        sequences=sequences,
         groups=groups,
         replay_from=len(examples),
         domains=domains,

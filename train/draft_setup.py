@@ -211,8 +211,8 @@ def _draft_vocab(
     check_draft_vocabulary("draft_vocab_size", size, whole)
     if target is None or config.states is not None:
         return commonest_tokens(training.response_counts, size)
-    texts = (row["prompt_ids"] + row["response_ids"] for row in training.rows)
-    return with_target(lambda: likely_tokens(training.response_counts, size, target, texts, whole))
+    counts = training.response_counts
+    return with_target(lambda: likely_tokens(counts, size, target, training.tokens(), whole))
 
 
 def kept_tokens(file: Path) -> list[int] | None:

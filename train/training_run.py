@@ -61,6 +61,7 @@ from draftsmith.train.batches import collate, tokens_of
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import (
     Examples,
+    chats_read_once,
     divide,
     load_examples,
     packed,
@@ -507,7 +508,9 @@ def _examples(
         heldout = read("heldout")
     else:
         training, heldout = divide(training, config.heldout_fraction)
-    replay = read("replay") if config.replay else None
+    training = chats_read_once(training)
+    heldout = chats_read_once(heldout)
+    replay = chats_read_once(read("replay")) if config.replay else None
     if config.packing:
         training = packed(training, config.seed)
         heldout = packed(heldout, config.seed)
