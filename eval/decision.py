@@ -47,6 +47,11 @@ BUSY_LEVEL = 0.98
 PROJECTED = 10
 
 
+def least_that_pays(pays_from: float | None) -> float:
+    """Tokens per target call that every draft needs, by what is known before timing."""
+    return max(SAVES_NOTHING, pays_from or 0.0)
+
+
 @dataclass(frozen=True, order=True)
 class Setting:
     """A draft and how to decode with it."""
@@ -86,24 +91,26 @@ class Tokens:
     """Tokens per target call of a setting in a cell, and those that it needs to pay there.
 
     likely: as predicted, which is less noisy, or as measured. cost: what a step takes by the clock,
-    in steps of the target alone; None if it was not timed.
+    in steps of the target alone; None if it was not timed. least: what every draft needs.
     """
 
     tau: Row
     likely: Row
     cost: Row | None
+    least: float = SAVES_NOTHING
 
     @classmethod
     def of(cls, results: ResultsTable, tau: Row) -> "Tokens":
         """Read what stands beside a tau."""
         likely = results.beside(tau, "tau_predicted") or tau
-        return cls(tau, likely, results.beside(tau, "tau_needed"))
+        cost = results.beside(tau, "tau_needed")
+        return cls(tau, likely, cost, least_that_pays(results.document["config"].get("pays_from")))
 
     @property
     def needed(self) -> float:
         """What a step takes if that is surely more than a draft needs anywhere, else that."""
-        clear = self.cost is not None and (self.cost["low"] or 0.0) > SAVES_NOTHING
-        return (self.cost["value"] if self.cost and clear else None) or SAVES_NOTHING
+        clear = self.cost is not None and (self.cost["low"] or 0.0) > self.least
+        return (self.cost["value"] if self.cost and clear else None) or self.least
 
     @property
     def lacks(self) -> float:
@@ -314,8 +321,9 @@ def _too_few(cells: Sequence[Tokens]) -> bool:
     if not sure:
         return False
     most = _mean(taus) + _half_width(taus, "high")
-    if most < SAVES_NOTHING or not costs:
-        return most < SAVES_NOTHING
+    least = sure[0].least
+    if most < least or not costs:
+        return most < least
     either = math.hypot(_half_width(taus, "high"), _half_width(costs, "low"))
     return _mean(costs) - _mean(taus) > either
 

@@ -16,7 +16,7 @@ from draftsmith.core.settings import Sampling
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
-from draftsmith.eval.decision import SAVES_NOTHING
+from draftsmith.eval.decision import least_that_pays
 from draftsmith.eval.decoding import SpeedMeasurement, Task, continuations
 from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.facts import identity, machine
@@ -131,6 +131,7 @@ class Evaluation:
         """
         request = self.request
         methods = dict(request.methods)
+        least = least_that_pays(request.config.pays_from)
         predicted = list(prediction_rows(self.setting, measured))
         for name, draft in self.drafts.items() if not request.config.require else ():
             taus = [
@@ -141,11 +142,11 @@ class Evaluation:
             most = max((row["high"] or math.inf for row in taus), default=math.inf)
             copies = isinstance(draft, CopyingDraft | JoinedDraft)
             lone = draft_of(name) == name
-            if asked and asked <= foreseen and most < SAVES_NOTHING and not copies and lone:
+            if asked and asked <= foreseen and most < least and not copies and lone:
                 methods[name] = []
                 say(
                     f"eval: draft {name} is not decoded: by its alpha it has at most {most:.3f} "
-                    f"tokens per target call, and below {SAVES_NOTHING} no draft pays"
+                    f"tokens per target call, and below {least:g} no draft pays"
                 )
         return replace(request, methods=methods)
 

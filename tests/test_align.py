@@ -3,6 +3,7 @@ the way or not.
 """
 
 import json
+import random
 import re
 import shutil
 from dataclasses import replace
@@ -14,6 +15,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import draftsmith as ds
+from draftsmith.alignment import stages, weights_type
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import (
     AlignConfig,
@@ -24,6 +26,7 @@ from draftsmith.alignment.config import (
 )
 from draftsmith.alignment.engines import in_words, support_of
 from draftsmith.alignment.facts import Facts, load
+from draftsmith.alignment.forecast import StepTimes
 from draftsmith.alignment.prompt_split import check_unchanged, hold_out
 from draftsmith.alignment.reuse import as_earlier, check_same, earlier_run
 from draftsmith.alignment.stage_configs import eval_config, general_config, stages_of, train_config
@@ -71,6 +74,8 @@ SMALL += [
     1e-3,
     "--device",
     "cpu",
+    "--dtype",
+    "fp32",
 ]
 SMALL += [
     "--eval.max_new_tokens",
@@ -216,6 +221,43 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, target_dir, dra
     assert "distill.temperature is 1.0, now it is 0.5" in door.refused(
         "align", *words, "--distill.temperature", 0.5
     )
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_draft_that_cannot_pay_is_not_evaluated_for_long(
+    door, target_dir, draft_dir, tmp_path, monkeypatch
+):
+    """Nor decoded; and the type of weights that was faster when a run began is kept."""
+    out = tmp_path / "out"
+    timed = ("bfloat16", "dtype: bfloat16; float32 takes 2.00 times as long here.")
+    monkeypatch.setattr(weights_type, "faster_type", lambda *_: timed)
+    times = StepTimes(1.0, 1.0, 1.0, 1.0, 1.0, pays_from=50.0)
+    monkeypatch.setattr(stages, "time_steps", lambda *_: times)
+    words: list[object] = ["--target", target_dir, "--draft", draft_dir, "--out", out]
+    # Prompts that differ, so that the few that are measured have intervals.
+    drawn = random.Random(0)
+    texts = ["".join(drawn.choices("abcdefghij ", k=30)) for _ in range(24)]
+    prompts = write_rows(tmp_path / "own.jsonl", *({"prompt": text} for text in texts))
+    words += ["--prompts", prompts, *SMALL[: SMALL.index("--dtype")], "--policy", "id"]
+    words += ["--heldout_prompts", 8, "--eval.bootstrap", 100, "--eval.max_new_tokens", 6]
+    printed, err = door.ok("align", *words)
+    assert (
+        timed[1] in err
+        and "and the cheapest tree needs 50.00 here\nonly acceptance is measured" in err
+    )
+    assert "Do not ship: jsd cannot pay here: needs 50.00 tokens per target call, has" in printed
+    assert "How many more steps of training that takes is unknown." in printed
+    assert "serve: none of them" in printed and "--time_again" not in printed
+    results = ds.Results.load(out / "eval")
+    assert not results.methods and not results.document["conditions"]
+    written = yaml.safe_load((out / "align.yaml").read_text())
+    assert written["dtype"] == "bfloat16"
+    assert (written["eval"]["tree"], written["eval"]["pays_from"]) == (["none"], 50.0)
+    monkeypatch.delattr(weights_type, "faster_type")
+    before = timeless(out)
+    door.ok("align", *words)
+    assert timeless(out) == before
+    assert 'dtype is "bfloat16", now it is' in door.refused("align", *words, "--dtype", "fp32")
 
 
 @pytest.mark.slow

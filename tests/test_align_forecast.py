@@ -1,13 +1,16 @@
 """What `align` says before it begins: from when a draft pays, and how long it takes."""
 
 import json
+import math
 from dataclasses import asdict, replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.alignment import stages
+from draftsmith.alignment.cannot_pay import most_tokens, short_evaluation
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.forecast import (
@@ -21,6 +24,7 @@ from draftsmith.alignment.forecast import (
 )
 from draftsmith.alignment.stage_configs import stages_of
 from draftsmith.alignment.time_budget import bought, within
+from draftsmith.alignment.weights_type import faster_type, with_type
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.drafts.draft_vocabulary import trim
@@ -47,6 +51,71 @@ def test_a_step_of_an_untrained_draft_is_timed():
     assert list(costs) == [0.0, 1.0]
     assert all(ratio > 0 for ratio in costs.values())
     assert step_costs(models, MedusaHeads.fresh(target, num_heads=1), [3, 4, 5], [0.0]) == {}
+
+
+def test_the_faster_type_is_taken_and_what_it_costs_is_said():
+    """Clocks are injected: every round of a type takes the next of its times."""
+    target = tiny_llama(0)
+    prompts = [[3, 4, 5], [6, 7]]
+
+    def timed(whole: float, half: float) -> tuple[str, str]:
+        # The first round packs weights, and one of the others is disturbed.
+        rounds = [(9.0, 1.0), (whole, half), (whole, half), (whole, 50 * half)]
+        ends = accumulate(step for whole, half in rounds for step in (1.0, whole, half))
+        return faster_type(target, target, prompts, lambda: next(ends))
+
+    assert timed(3.0, 2.0) == (
+        "bfloat16",
+        "dtype: bfloat16; float32 takes 1.50 times as long here. 2 of 2 greedy answers of 16 "
+        "tokens are equal in both; --dtype fp32 keeps float32",
+    )
+    said = "dtype: float32; bfloat16 takes 2.00 times as long here"
+    assert timed(2.0, 4.0) == ("float32", said)
+    assert timed(2.0, 1.9)[0] == "float32", "a small gain is not worth the rounding"
+
+
+def test_a_type_that_is_given_is_taken():
+    target = tiny_llama(0)
+    given = replace(options(), dtype="float32")
+    assert with_type(given, target, [[3]]) == given
+
+
+@pytest.mark.parametrize(
+    ("alpha", "trees", "most"),
+    [
+        (0.0, ["chain:2"], 1.0),
+        (0.5, ["chain:2"], 2.0),
+        (0.1, ["chain:2", "kary:3,2"], 1 + 3 * 0.1 + 6 * 0.01),
+        (0.5, ["kary:3,2"], 3.0),
+        (0.1, ["eagle2:depth=3,beam=4,nodes=9"], math.inf),
+    ],
+)
+def test_an_alpha_bounds_what_a_tree_can_bring(alpha, trees, most):
+    assert most_tokens(alpha, trees) == pytest.approx(most)
+
+
+def test_only_drafts_that_cannot_pay_are_evaluated_by_acceptance_alone(tmp_path, capsys):
+    config, _ = complete(replace(options(), out=str(tmp_path)), facts())
+    (name,) = config.trained()
+    times = StepTimes(1.0, 1.0, 1.0, 1.0, 1.0, pays_from=1.3)
+
+    def trained(**figures: float) -> None:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "draftsmith.json").write_text(json.dumps(figures))
+
+    trained(heldout_alpha=0.05)
+    short = short_evaluation(config, times)
+    assert short is not None
+    own = short.eval
+    assert (own.tree, own.speed_prompts, own.max_prompts, own.pays_from) == (["none"], 0, 8, 1.3)
+    said = f"{name}: held-out alpha 0.050 gives at most 1.165 tokens per target call, and "
+    assert said + "the cheapest tree needs 1.30 here" in capsys.readouterr().err
+    trained(heldout_alpha=0.3)
+    assert short_evaluation(config, times) is None
+    trained(heldout_loss=2.0)
+    assert short_evaluation(config, times) is None
+    trained(heldout_alpha=0.05)
+    assert short_evaluation(config, replace(times, pays_from=None)) is None
 
 
 def stage_times(config: AlignConfig) -> dict[str, float]:
@@ -140,8 +209,11 @@ def test_a_run_that_goes_on_has_a_forecast_of_what_it_does_now(tmp_path, capsys)
 
 
 def test_a_budget_that_nothing_fits_is_refused_with_what_would():
-    with pytest.raises(InputError, match=r"time_budget: 90s is too short here; .* takes 4m"):
-        within(options(time_budget="90s"), facts(), stage_times, 90)
+    """What is spent before the work counts, and steps that are timed anew may take longer."""
+    with pytest.raises(InputError, match="90s is too short here; the shortest run .* into 9m"):
+        within(options(time_budget="90s"), facts(), stage_times, 90, 200)
+    whole, _ = within(options(time_budget="9m"), facts(), stage_times, 540, 240)
+    assert sum(stage_times(whole).values()) <= 300 and whole.eval.tree == ["chain:2"]
     for wrong in ("half an hour", "0m", "30", "-1h"):
         with pytest.raises(InputError, match="time_budget: .*such as 30m, 2h or 90s"):
             options(time_budget=wrong)

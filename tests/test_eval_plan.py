@@ -207,7 +207,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     )  # the machine of the tests may be busy or not
     monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
     # The clock chooses the tree of the plan; with some trees this draft would not be decoded.
-    monkeypatch.setattr("draftsmith.eval.measuring.SAVES_NOTHING", 0.0)
+    monkeypatch.setattr("draftsmith.eval.measuring.least_that_pays", lambda _: 0.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",

@@ -33,6 +33,7 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.core.prompt_rows import parse_named
+from draftsmith.eval.config import TokensPerCall
 from draftsmith.train.config import DraftKind
 from draftsmith.train.objective import parse_objective
 
@@ -169,6 +170,10 @@ class EvalChoices:
     """Prompts per set to time at batch 1; 0 skips timing."""
     compile: Rare[bool] = False
     """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them (CUDA only)."""
+    pays_from: Rare[TokensPerCall | None] = None
+    """Tokens per target call from which a draft pays, if that is known without timing here. A model
+    that stays below by its alpha is not decoded.
+    """
     batch_size: Rare[Open[AtLeast1]] = OPEN
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)] | None] = None

@@ -110,6 +110,7 @@ def pays(costs: Mapping[float, float]) -> str:
 class StepTimes:
     """Seconds that were timed: of an answer of full length; of reading a row by the target, and of
     training on it; of a prompt of the evaluation in all its ways, together with others and alone.
+    pays_from: tokens per target call that the cheapest tree needs; None if that was not timed.
     """
 
     answer_s: float
@@ -117,6 +118,7 @@ class StepTimes:
     train_s: float
     counted_s: float
     timed_s: float
+    pays_from: float | None = None
 
     def of_stages(self, config: AlignConfig) -> dict[str, float]:
         """Return how long each stage takes at most, if no drafted token is accepted."""
@@ -161,15 +163,18 @@ def time_steps(
     trees = [tree for tree in evaluation.tree if tree != "none"]
     ways = 1 + len(evaluation.draft) * len(trees) * max(costs.values(), default=_CHAIN)
     ways *= (len(evaluation.id) + len(evaluation.ood)) * len(evaluation.temperature)
-    hottest = max(evaluation.temperature)
     tokens = evaluation.max_new_tokens
     assert options.temperature is not None
-    answer_s = _answer_s(alone, together, options.temperature, options.max_new_tokens)
-    counted_s = ways * _answer_s(alone, together, hottest, tokens)
-    timed_s = ways * _answer_s(alone, prompts[:1], hottest, tokens)
+    prefill_s, step_s = _answering_s(alone, together, options.temperature)
+    answer_s = prefill_s + options.max_new_tokens * step_s
+    counted_s = ways * (prefill_s + tokens * step_s)
+    prefill_s, step_s = _answering_s(alone, prompts[:1], max(evaluation.temperature))
+    timed_s = ways * (prefill_s + tokens * step_s)
     run = next(iter(stages.training.values()))
     read_s, train_s = _row_s(models.target, draft, run, options.max_new_tokens)
-    return StepTimes(answer_s, read_s, train_s, counted_s, timed_s)
+    # No tree drafts in less than one call; the chain took two.
+    pays_from = 1 + (min(costs.values()) - 1) / _CHAIN if costs else None
+    return StepTimes(answer_s, read_s, train_s, counted_s, timed_s, pays_from)
 
 
 def expected(seconds: Mapping[str, float]) -> str:
@@ -181,16 +186,18 @@ def expected(seconds: Mapping[str, float]) -> str:
     )
 
 
-def _answer_s(
-    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], temperature: float, tokens: int
-) -> float:
-    """Seconds of an answer, as one of a batch, if every step accepts nothing."""
+def _answering_s(
+    decoder: SpeculativeDecoder, prompts: Sequence[Sequence[int]], temperature: float
+) -> tuple[float, float]:
+    """Seconds of a prompt and of a token of its answer, as one of a batch, if every step accepts
+    nothing.
+    """
     sampling = Sampling(temperature=temperature)
     # The first call also packs weights.
     decoder.generate([prompts[0]], sampling, 1)
     batch = decoder.generate(prompts, sampling, _TOKENS, eos_ids=())
     steps = max(answer.stats.target_calls for answer in batch.generations)
-    return (batch.prefill_s + tokens * batch.decode_s / steps) / len(prompts)
+    return batch.prefill_s / len(prompts), batch.decode_s / steps / len(prompts)
 
 
 def _row_s(

@@ -51,6 +51,7 @@ def as_earlier(config: AlignConfig, earlier: AlignConfig) -> AlignConfig:
         distill=DistillChoices(**(taken | given(asdict(config.distill)))),
         heldout_prompts=config.heldout_prompts or earlier.heldout_prompts,
         date=config.date or earlier.date,
+        dtype=earlier.dtype if config.dtype == "auto" else config.dtype,
     )
 
 

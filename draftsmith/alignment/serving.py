@@ -44,9 +44,9 @@ def advise(config: AlignConfig, results: Results) -> Advice:
     """Return what the decision says to serve: a draft, lookup, both, or none."""
     decision = decide(results)
     setting = decision.setting
-    if setting is None or decision.verdict in ("busy", "too_few", "not_timed"):
+    if decision.verdict in ("busy", "too_few", "not_timed"):
         return Advice("undecided", _SENTENCES["undecided"], {})
-    if decision.verdict not in ("ship", "ship_for"):
+    if setting is None or decision.verdict not in ("ship", "ship_for"):
         return Advice("none", _SENTENCES["none"], {})
     model = results.document["models"][setting.draft]
     what: What = "draft"

@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import yaml
 
+from draftsmith.alignment.cannot_pay import short_evaluation
 from draftsmith.alignment.choices import complete, filled
 from draftsmith.alignment.config import BEGUN_BY, AlignConfig, seconds_of
 from draftsmith.alignment.engines import in_words as engines_in_words
@@ -34,6 +35,7 @@ from draftsmith.alignment.reuse import as_earlier, check_same, copy_answers, ear
 from draftsmith.alignment.stage_configs import Stages, expected_training, given, stages_of
 from draftsmith.alignment.summary import best_draft
 from draftsmith.alignment.time_budget import bought, within
+from draftsmith.alignment.weights_type import with_type
 from draftsmith.config import InitConfig
 from draftsmith.core.command_line import check_file
 from draftsmith.core.errors import InputError, without_secrets
@@ -49,6 +51,7 @@ from draftsmith.core.settings import loading
 from draftsmith.core.template_date import fix_date
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
+from draftsmith.eval.decision import decide
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.remarks import ENOUGH
 from draftsmith.eval.request import check
@@ -102,7 +105,7 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
             _free()
         on_main(lambda: shutil.rmtree(out / "features", ignore_errors=True))
         say("\n3/3 evaluate")
-        results = evaluate(stages.evaluation)
+        config, results = _evaluated(config, command)
         for name in stages.training:
             on_main(partial(add_results, out / name, out / "eval" / "results.json", name))
         # A finished run has no clock in its files.
@@ -110,6 +113,28 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
         for url in pushed(out / best_draft(config, results), config.push_to_hub, "model").values():
             say(f"uploaded: {url}")
     return config, results
+
+
+def _evaluated(config: AlignConfig, command: str) -> tuple[AlignConfig, Results]:
+    """Evaluate the acceptance of drafts that cannot pay by what training says, on few prompts;
+    return also the options of that. Evaluate all, if their acceptance says otherwise.
+    """
+    out = Path(config.out)
+    if short := from_main(lambda: short_evaluation(config, _times(out))):
+        say(f"only acceptance is measured, on {short.eval.max_prompts} prompts")
+        results = evaluate(stages_of(short).evaluation)
+        if decide(results).verdict == "rejected":
+            changed = ("eval.tree", "eval.speed_prompts", "eval.max_prompts")
+            on_main(lambda: _rewrite(out / "align.yaml", short, changed, command))
+            return short, results
+        say("on the target's own texts a draft may pay: all is measured")
+    return config, evaluate(stages_of(config).evaluation)
+
+
+def _times(out: Path) -> StepTimes | None:
+    """Return what steps took when the run began; None if it is finished."""
+    file = out / _TIMES
+    return StepTimes(**read_json(file, "the times of steps")) if file.is_file() else None
 
 
 def left_out_of(general: JsonObject) -> list[str]:
@@ -142,9 +167,7 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
     whole = _resumed(config, file, command)
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
-    kept = out / _TIMES
-    if kept.is_file():
-        times = StepTimes(**read_json(kept, "the times of steps"))
+    if times := _times(out):
         say(f"of the whole run, {expected(times.of_stages(whole))}")
     return whole, stages_of(whole)
 
@@ -163,6 +186,12 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         models = load(config)
         config = replace(config, date=fix_date(models.tokenizer, config.date))
         facts, prompts = look(config, models)
+    ids = [prompt.ids for prompt in prompts.prompts]
+    with waiting("align: times the target in float32 and in bfloat16"):
+        typed = with_type(config, models.target, ids)
+        if typed.dtype not in (config.dtype, "float32"):
+            models = load(typed)
+        config = typed
     if config.date is not None:
         say(f"the chat template prints the date; in this run it is {config.date}")
     usual, _ = complete(config, facts)
@@ -173,22 +202,23 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         say(size)
     if earlier is not None:
         check_same(usual, earlier, models.target)
-    ids = [prompt.ids for prompt in prompts.prompts]
     with waiting("align: times some steps of each stage"):
         draft = untrained(models, stages)
         costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
         times = time_steps(stages, models, draft, ids, costs)
     if earlier is not None and earlier.distill == usual.distill:
         times = replace(times, answer_s=0.0)
-    limit_s = math.inf
-    if config.time_budget is not None:
-        limit_s = seconds_of(config.time_budget) - (time.monotonic() - began)
-    whole, chosen = within(config, facts, times.of_stages, limit_s)
+    if config.eval.tree is not None or config.eval.speed_prompts is not None:
+        # What was asked for is decoded, whatever the draft.
+        times = replace(times, pays_from=None)
+    budget_s = math.inf if config.time_budget is None else seconds_of(config.time_budget)
+    spent_s = time.monotonic() - began
+    whole, chosen = within(config, facts, times.of_stages, budget_s, spent_s)
     stages = stages_of(whole)
     _divide(config, prompts, whole.heldout_prompts)
     say(expected(times.of_stages(whole)))
     if config.time_budget is not None:
-        say(bought(config, facts, times.of_stages, whole))
+        say(bought(config, facts, times.of_stages, whole, spent_s))
     prompts.say_skipped()
     for line in _plan(whole, facts, stages):
         say(line)
@@ -321,11 +351,11 @@ def _resumed(config: AlignConfig, file: Path, command: str) -> AlignConfig:
             # URLs.
             if now or not option.by_content:
                 taken[key] = getattr(config, key)
-        elif now in (None, [], then):
+        elif now in (None, [], then) or (key, now) == ("dtype", "auto"):
             continue
         elif key == "train.steps" and now < then or is_open:
             begun = filled(begun, key, now)
-            changed[f"#   {key} "] = f"{key}: {json.dumps(now)} in place of {json.dumps(then)}"
+            changed[key] = f"{key}: {json.dumps(now)} in place of {json.dumps(then)}"
         else:
             raise InputError(
                 f"--out {file.parent}: was begun with other options: {key} is "
@@ -333,16 +363,22 @@ def _resumed(config: AlignConfig, file: Path, command: str) -> AlignConfig:
                 f"--config {file} gives the other options"
             )
     if changed:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-        notes = [line for line in lines if line.startswith("#")]
-        # The reasons, and the command, are those of other values.
-        notes = [line for line in notes if not line.startswith((BEGUN_BY, *changed))]
-        notes.insert(1, _begun_by(command))
-        _write(file, "".join(notes), begun)
+        _rewrite(file, begun, changed, command)
         say("; ".join(changed.values()))
     if config.draft == str(Path(begun.out) / "start"):
         taken["draft"] = str(file.parent / "start")
     return replace(begun, **taken)
+
+
+def _rewrite(file: Path, config: AlignConfig, changed: Collection[str], command: str) -> None:
+    """Write other values of some options, without the reasons of those that they replace, and the
+    command that goes on with the run.
+    """
+    old = (BEGUN_BY, *(f"#   {key} " for key in changed))
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    notes = [line for line in lines if line.startswith("#") and not line.startswith(old)]
+    notes.insert(1, _begun_by(command))
+    _write(file, "".join(notes), config)
 
 
 def _shown(config: AlignConfig) -> JsonObject:

@@ -23,6 +23,8 @@ _LEAST = {
     "eval.speed_prompts": 4,
 }
 _SMALLER = 0.9
+# Of a budget that is advised: steps are timed anew, and may take longer.
+_MARGIN = 1.2
 # From here on every choice is the least.
 _SMALLEST = 1e-3
 # An evaluation that is shorter than this is not cut without a budget.
@@ -32,12 +34,19 @@ _MEASURED = 1 / 3
 
 
 def within(
-    config: AlignConfig, facts: Facts, times: StageTimes, limit_s: float = math.inf
+    config: AlignConfig,
+    facts: Facts,
+    times: StageTimes,
+    budget_s: float = math.inf,
+    spent_s: float = 0.0,
 ) -> tuple[AlignConfig, list[str]]:
-    """Return complete options whose stages take `limit_s` at most, and a line for each choice.
+    """Return complete options whose stages fit into what is left of a budget, and a line for each
+    choice.
 
-    config: what is given; only what is open is chosen. Raise InputError if no choice is that short.
+    config: what is given; only what is open is chosen. spent_s: until now. Raise InputError if no
+    choice is that short.
     """
+    limit_s = budget_s - spent_s
     usual, lines = complete(config, facts)
     whole = usual
     work = measured = 1.0
@@ -51,12 +60,16 @@ def within(
         elif work > _SMALLEST:
             work *= _SMALLER
         else:
+            needed_s = _MARGIN * (spent_s + sum(seconds.values()))
             raise InputError(
                 f"time_budget: {config.time_budget} is too short here; the shortest run of these "
-                f"options takes {math.ceil(sum(seconds.values()) / 60)}m"
+                f"options fits into {math.ceil(needed_s / 60)}m"
             )
         shares = _shares(config, usual, work, measured)
-        chosen = {key: value for key, value in shares.items() if key in all_open}
+        chosen: dict[str, object] = {key: shares[key] for key in shares if key in all_open}
+        if measured < 1 and config.time_budget is not None and config.eval.tree is None:
+            # One way to decode on more prompts decides more than two on fewer.
+            chosen["eval.tree"] = usual.eval.tree[:1]
         whole, lines = _with(config, chosen, facts)
     return whole, lines
 
@@ -82,7 +95,7 @@ def _shares(
 
 
 def _with(
-    config: AlignConfig, chosen: Mapping[str, int], facts: Facts
+    config: AlignConfig, chosen: Mapping[str, object], facts: Facts
 ) -> tuple[AlignConfig, list[str]]:
     why = f"time_budget {config.time_budget}"
     if config.time_budget is None:
@@ -95,15 +108,17 @@ def _with(
     return whole, notes + lines
 
 
-def bought(config: AlignConfig, facts: Facts, times: StageTimes, whole: AlignConfig) -> str:
+def bought(
+    config: AlignConfig, facts: Facts, times: StageTimes, whole: AlignConfig, spent_s: float = 0.0
+) -> str:
     """Say what a budget is spent on, and what twice the time would buy. config: what was given."""
     assert config.time_budget is not None
     limit_s = seconds_of(config.time_budget)
-    takes_s = sum(times(whole).values())
+    takes_s = spent_s + sum(times(whole).values())
     line = f"time_budget {config.time_budget}: {_in_words(whole)}, {duration(takes_s)} at most"
     if takes_s > limit_s:
         return f"{line}: more than that, because the options that it would choose are given"
-    twice, _ = within(config, facts, times, 2 * limit_s)
+    twice, _ = within(config, facts, times, 2 * limit_s, spent_s)
     more = "no more" if twice == whole else _in_words(twice)
     return f"{line}; twice the time would buy {more}"
 

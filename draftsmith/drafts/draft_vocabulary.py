@@ -32,6 +32,8 @@ _BUFFER = "target_ids_D"
 # Of the texts on which the target says what it finds likely.
 _TEXTS = 32
 _TOKENS = 96
+# Of each, the last positions are read: over a large vocabulary they take longer than the text.
+_POSITIONS = 16
 # A draft that is worth having, for the choice of its vocabulary.
 _USUAL_ALPHA = 0.6
 _DEPTH = 3
@@ -69,14 +71,13 @@ def mean_probabilities(target: PreTrainedModel, texts: Iterable[Sequence[int]]) 
     distributions `[V]`, fp32 on the CPU.
     """
     total_V = torch.zeros(vocabulary_size(target))
-    positions = 0
     for text in itertools.islice(texts, _TEXTS):
         ids_1N = torch.tensor([text[-_TOKENS:]], device=target.device)
-        # Some tokens at a time, because a large vocabulary is a large row.
-        for logits_NV in target(ids_1N, use_cache=False).logits[0].split(64):
-            total_V += probs(logits_NV, Sampling(temperature=1.0)).sum(0).cpu()
-        positions += ids_1N.numel()
-    return total_V / max(positions, 1)
+        out = target(ids_1N, use_cache=False, logits_to_keep=_POSITIONS)
+        # Some models ignore `logits_to_keep` and return all positions.
+        logits_NV = out.logits[0, -_POSITIONS:]
+        total_V += probs(logits_NV, Sampling(temperature=1.0)).sum(0).cpu()
+    return total_V / total_V.sum().clamp_min(1)
 
 
 def likely_tokens(
