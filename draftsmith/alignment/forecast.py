@@ -35,7 +35,9 @@ from draftsmith.train.trainees import TRAINEES
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
 _CHAIN = 2
 _TOKENS = 8
-_ROUNDS = 5
+_ROUNDS = 3
+# Answers that are written together: those of a larger batch take no longer each.
+_TOGETHER = 8
 # Held-out rows are measured while training, for a sixth of its time (`choices`).
 _WITH_HELDOUT = 7 / 6
 _SHORTER = {
@@ -157,8 +159,7 @@ def time_steps(
     options = stages.distill
     evaluation = stages.evaluation
     alone = SpeculativeDecoder(models.target)
-    # A row of a larger batch, as of distilling, takes no longer.
-    together = prompts[: evaluation.batch_size]
+    together = prompts[:_TOGETHER]
     # The target decodes every set alone, then with every draft and tree.
     trees = [tree for tree in evaluation.tree if tree != "none"]
     ways = 1 + len(evaluation.draft) * len(trees) * max(costs.values(), default=_CHAIN)

@@ -16,9 +16,9 @@ from draftsmith.core.settings import loading
 from draftsmith.decode import SpeculativeDecoder
 
 # What is timed: answers together, their tokens, those of each prompt, and interleaved rounds.
-_TOGETHER = 8
+_TOGETHER = 4
 _TOKENS = 16
-_PROMPT_TOKENS = 64
+_PROMPT_TOKENS = 32
 _ROUNDS = 3
 # A gain below this is not worth the rounding.
 _CLEARLY = 1.1
@@ -61,7 +61,7 @@ def faster_type(
             batch = SpeculativeDecoder(target).generate(asked, greedy, _TOKENS, eos_ids=())
             answers.append([answer.output_ids for answer in batch.generations])
             for prompt in asked:
-                target(torch.tensor([prompt]), use_cache=False)
+                target(torch.tensor([prompt]), use_cache=False, logits_to_keep=1)
             times.append(clock())
         ratios.append((times[1] - times[0]) / (times[2] - times[1]))
     ratio = median(ratios[1:])

@@ -30,8 +30,8 @@ from draftsmith.core.sampling import Sampling, probs
 FILE = "draft_vocabulary.safetensors"
 _BUFFER = "target_ids_D"
 # Of the texts on which the target says what it finds likely.
-_TEXTS = 32
-_TOKENS = 96
+_TEXTS = 16
+_TOKENS = 64
 # Of each, the last positions are read: over a large vocabulary they take longer than the text.
 _POSITIONS = 16
 # A draft that is worth having, for the choice of its vocabulary.
