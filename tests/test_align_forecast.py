@@ -40,6 +40,7 @@ def test_it_says_from_when_a_draft_pays():
         "pays: from 1.40 tokens per call at T = 0, 1.50 at T = 1, on chain:2 here (its step was "
         "timed)"
     )
+    assert "wake more of the experts" in pays(cheap, mixture=True)
     dear = {0.0: 3.4}
     assert pays(dear).endswith(": more than it can bring, so no draft pays on it")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -43,7 +44,17 @@ SMALL: Any = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-ENGINES = ("transformers", "vllm", "sglang", "llama.cpp", "openvino", "onnxruntime-genai")
+ENGINES = (
+    "transformers",
+    "transformers-serve",
+    "vllm",
+    "sglang",
+    "llama.cpp",
+    "openvino",
+    "onnxruntime-genai",
+    "tensorrt-llm",
+)
+NO_DRAFT = {"transformers-serve": "takes no assistant model"}
 
 
 def resized(path: Path, size: int) -> None:
@@ -91,12 +102,16 @@ VARIANTS: dict[str, tuple[Any, dict[str, str]]] = {
         {
             name: "has 4160 tokens and the target's 4096"
             for name in ENGINES
-            if name not in ("llama.cpp", "openvino")
+            if name not in ("llama.cpp", "openvino", "tensorrt-llm", *NO_DRAFT)
         },
     ),
     "padded by 256": (
         lambda path: resized(path, 4352),
-        {name: "has 4352 tokens and the target's 4096" for name in ENGINES if name != "openvino"},
+        {
+            name: "has 4352 tokens and the target's 4096"
+            for name in ENGINES
+            if name not in ("openvino", "tensorrt-llm", *NO_DRAFT)
+        },
     ),
     "another token": (
         lambda path: retokenized(path, two_swapped),
@@ -136,13 +151,14 @@ def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
 def test_each_engine_has_its_own_rule(draft, name):
     found = verdicts(TARGET, draft)
     assert tuple(found) == ENGINES
-    refusals = VARIANTS[name][1]
+    refusals = VARIANTS[name][1] | NO_DRAFT
     assert {engine for engine, verdict in found.items() if not verdict["loads"]} == set(refusals)
     for name_of_engine, said in refusals.items():
         assert said in found[name_of_engine]["reason"] and found[name_of_engine]["command"] is None
     if name == "another token":
         # These compare sizes only, and would draft nonsense without a word.
-        others = [verdict for engine, verdict in found.items() if engine != "llama.cpp"]
+        refused = ("llama.cpp", *NO_DRAFT)
+        others = [verdict for engine, verdict in found.items() if engine not in refused]
         assert all(not each["serves"] and "token 607 differs" in each["reason"] for each in others)
 
 
@@ -171,6 +187,19 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
         "dspark": {"vllm"},
         "jetspec": {"vllm"},
     }
+
+
+def test_commands_of_documentation_are_marked():
+    """The file of options that TensorRT-LLM is given is in the comment, and parses."""
+    command = verdicts(TARGET, str(PAIR / "base"))["tensorrt-llm"]["command"]
+    words, _, note = command.partition("  # ")
+    assert shlex.split(words)[0] == "trtllm-serve" and note.startswith("not run; ")
+    options = yaml.safe_load(note.partition(": ")[2])["speculative_config"]
+    assert options["decoding_type"] == "DraftTarget" and options["max_draft_len"] == 4
+    assert options["speculative_model"] == str(PAIR / "base")
+    lookup = verdicts(TARGET, "prompt_lookup")["transformers-serve"]["command"]
+    body = json.loads("{" + lookup.partition("in each request: ")[2] + "}")
+    assert json.loads(body["generation_config"]) == {"prompt_lookup_num_tokens": 4}
 
 
 def test_the_norms_of_eagle31_need_a_version(tmp_path):
@@ -229,7 +258,7 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
 @pytest.mark.parametrize(
     ("draft", "serving"),
     [
-        ("prompt_lookup", {"transformers", "vllm", "sglang", "llama.cpp", "openvino"}),
+        ("prompt_lookup", set(ENGINES) - {"onnxruntime-genai"}),
         ("lookahead", {"llama.cpp"}),
         ("retrieval:texts.jsonl", set()),
     ],

@@ -12,14 +12,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import DynamicTree, Tree, parse_tree
+from draftsmith.decode import DynamicTree, SpeculativeDecoder, Tree, parse_tree
 from draftsmith.decode.tree_spec import kary
+from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.plan import _pays
-from draftsmith.eval.planning.planner import TRIED, Expected
+from draftsmith.eval.planning.planner import TRIED, Expected, Planner
 from draftsmith.eval.planning.serving import (
     batch_rows,
     engine_rows,
@@ -28,6 +31,7 @@ from draftsmith.eval.planning.serving import (
 )
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
 from draftsmith.eval.predict import Traces
+from tests.tiny_models import redrawn, tiny_llama
 
 
 def _runs(chances: list[list[float]]) -> JointRuns:
@@ -319,6 +323,44 @@ def test_what_copies_is_timed_not_predicted(
     assert len(found["not_tried"]) == skipped
     assert f"remark: few prompts (timed {3 if in_time else 1})" in out
     door.ok("decode", *common, *options.split(), "--tree", f"auto:{plan}")
+
+
+def test_a_mixture_costs_what_its_steps_took(monkeypatch):
+    """By a clock that ticks once for each expert that a forward reads."""
+    config = MixtralConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_local_experts=16,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    target = redrawn(MixtralForCausalLM(config), 0.6)
+    ticks = [0.0]
+
+    def tick(module: object, args: tuple[Any, ...], output: object) -> None:
+        _, chosen, *_ = args
+        ticks[0] += len(chosen.unique())
+
+    for layer in target.model.layers:
+        layer.mlp.experts.register_forward_hook(tick)
+    monkeypatch.setattr(SpeculativeDecoder, "_clock", lambda self: ticks[0])
+    planner = Planner(
+        target=target,
+        draft=tiny_llama(1, 32),
+        prompts=[],
+        sampling=Sampling(temperature=0.0),
+        batch_size=1,
+        max_new_tokens=16,
+        seed=0,
+    )
+    text = Continuation("a", list(range(3, 9)), list(range(9, 15)))
+    verify_s = fit(planner.time_steps([text], trees_fit=True)).verify_s
+    assert verify_s[1] == 2 * 2  # two of a layer's experts
+    assert 1.3 * verify_s[1] < verify_s[2] < verify_s[5] < verify_s[17] <= 2 * 16
 
 
 def test_a_pair_that_takes_chains_only_is_timed_on_whole_chains():

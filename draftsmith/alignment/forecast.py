@@ -97,14 +97,16 @@ def step_costs(
     return costs
 
 
-def pays(costs: Mapping[float, float]) -> str:
-    """Say from how many tokens per call a draft pays here."""
+def pays(costs: Mapping[float, float], *, mixture: bool = False) -> str:
+    """Say from how many tokens per call a draft pays here. mixture: of experts, as the target."""
     (first, ratio), *others = costs.items()
     text = f"pays: from {ratio:.2f} tokens per call at T = {first:g}"
     text += "".join(f", {ratio:.2f} at T = {temperature:g}" for temperature, ratio in others)
     text += f", on chain:{_CHAIN} here (its step was timed)"
     if min(costs.values()) > 1 + _CHAIN:
         text += ": more than it can bring, so no draft pays on it"
+    if mixture:
+        text += "; a trained draft may need more, as its tokens may wake more of the experts"
     return text
 
 

@@ -42,6 +42,7 @@ from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, read_json, write_text_atomic
 from draftsmith.core.launcher import as_typed, join_processes
+from draftsmith.core.models import experts_per_token
 from draftsmith.core.options import command_line, configured, options_of, value_at
 from draftsmith.core.progress import waiting
 from draftsmith.core.prompts import PromptSet
@@ -223,7 +224,7 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     for line in _plan(whole, facts, stages):
         say(line)
     if costs:
-        say(pays(costs))
+        say(pays(costs, mixture=experts_per_token(models.target) > 0))
     write_text_atomic(file.parent / _TIMES, json.dumps(dataclasses.asdict(times)))
     _write_chosen(file, command, whole, chosen)
     return whole, stages

@@ -242,12 +242,12 @@ def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
             word = "not written"
         if verdict["loads"]:
             word = "serves it" if verdict["serves"] else "loads it"
-        lines.append(f"{verdict['engine']:<18}{word:<12}{verdict['reason']}")
+        lines.append(f"{verdict['engine']:<20}{word:<12}{verdict['reason']}")
         if verdict["serves"] and pays:
             settings = setting_lines(verdicts["settings"].get(verdict["engine"], ()))
-            lines += [f"{'':<18}{line}" for line in settings]
+            lines += [f"{'':<20}{line}" for line in settings]
             lines += [
-                f"{'':<18}$ {command}" for command in (*verdict["exports"], verdict["command"])
+                f"{'':<20}$ {command}" for command in (*verdict["exports"], verdict["command"])
             ]
     lines += schedule_lines(verdicts["schedule"])
     if config.plan is None:

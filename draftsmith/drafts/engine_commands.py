@@ -48,6 +48,7 @@ class Serving:
     classes: str = "text"
     asked: str | None = None
     unwritten: str = ""
+    refused: str = ""
     norms: str = ""
 
     def commands(

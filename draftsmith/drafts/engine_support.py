@@ -70,7 +70,9 @@ def judge(
     verdicts = []
     for engine, kinds in SERVING.items():
         serving = kinds.get(kind)
-        if serving is not None and serving.unwritten:
+        if serving is not None and serving.refused:
+            verdicts.append(Support(engine, serving.refused))
+        elif serving is not None and serving.unwritten:
             verdicts.append(Support(engine, serving.unwritten, by_export=True))
         elif serving is not None:
             how = by_plan.get(engine, Planned(usual))
