@@ -19,7 +19,7 @@ from draftsmith.distill.engines import openai
 from draftsmith.distill.states import write_states
 from draftsmith.drafts.heads.eagle3 import aux_layers
 from draftsmith.train import online_states
-from draftsmith.train.config import HeadOptions, TrainConfig
+from draftsmith.train.config import HeadOptions, Optim, TrainConfig
 from draftsmith.train.training_run import train
 from tests import test_distill_vllm
 from tests.distilled import write_rows
@@ -55,6 +55,11 @@ def trained(out: Path, **options: Any) -> Path:
     forget_processes()
     train(TrainConfig(**RUN | {"head": HEAD} | options, out=str(out)))
     return out
+
+
+def words_of(out: Path, **options: Any) -> list[str]:
+    config = TrainConfig(**RUN | {"head": HEAD} | options, out=str(out))
+    return shlex.split(command_line("train", config))[1:]
 
 
 def same(found: Path, wanted: Path) -> None:
@@ -153,6 +158,7 @@ def dying(tokenizer, monkeypatch):
     """`dying(states)`: a server that is gone after some rows."""
     monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
     monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.2)
     monkeypatch.setattr(online_states, "_TIMEOUT_S", 0.3)
     monkeypatch.setattr(online_states, "_CONCURRENCY", 4)
 
@@ -187,29 +193,35 @@ def test_a_run_that_ends_early_goes_on_to_the_same_draft(
 ):
     """Killed in a step; then all servers are gone."""
     states = writer(pair["target"], tmp_path)
-    config = TrainConfig(
-        **RUN,
-        **pair,
-        head=HeadOptions(test_steps=2),
-        out=str(tmp_path / "near"),
-        states=str(tmp_path / "states"),
-        states_gib=SMALL,
-        states_from=["http://127.0.0.1:1/v1"],
-    )
-    words = shlex.split(command_line("train", config))[1:]
+
+    def words(server: Server) -> list[str]:
+        place = {"states": str(tmp_path / "states"), "states_gib": SMALL}
+        return words_of(tmp_path / "near", **pair, **place, states_from=[server.url])
+
     with serving("vllm", tokenizer, states=states) as server:
-        words[words.index("http://127.0.0.1:1/v1")] = server.url
         patch = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 7, KILL)"
-        spawn(*words, cwd=tmp_path, patch=patch).wait(-9)
+        spawn(*words(server), cwd=tmp_path, patch=patch).wait(-9)
         assert list(tmp_path.glob("states/online-*/0/*"))
     with dying(states) as server:
-        words[words.index("--states_from") + 1] = server.url
-        said = door.refused(*words, code=1)
+        said = door.refused(*words(server), code=1)
         assert "no server has answered for" in said
     with serving("vllm", tokenizer, states=states) as server:
-        words[words.index("--states_from") + 1] = server.url
-        door.ok(*words)
+        door.ok(*words(server))
     same(tmp_path / "near", far)
+
+
+@pytest.mark.slow(30)
+def test_each_process_asks_for_its_own_rows(pair, whole, tokenizer, tmp_path, launch):
+    sgd = pair | {"optim": Optim(name="sgd", lr=0.5)}
+    one = trained(tmp_path / "one", **sgd, states=whole)
+    sizes: list[int] = []
+    states = watched(writer(pair["target"], tmp_path), tmp_path, sizes)
+    with serving("vllm", tokenizer, states=states) as server:
+        place = {"states": str(tmp_path / "states"), "states_gib": SMALL, "batch_size": 2}
+        words = words_of(tmp_path / "two", **sgd | place, states_from=[server.url])
+        launch(["--config_file", ROOT / "configs/accelerate/cpu2.yaml", "-m", "draftsmith"], *words)
+    close(tmp_path / "two", one)
+    assert max(sizes) < SMALL * 2**30 and not list(tmp_path.glob("states/online-*"))
 
 
 def test_what_cannot_be_used_is_one_line(pair, far, tokenizer, tmp_path):
