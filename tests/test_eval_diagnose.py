@@ -2,6 +2,7 @@
 and the page.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from draftsmith.core.sampling import Sampling, acceptance, generator, probs, uni
 from draftsmith.eval.acceptance import Continuation, Positions
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.diagnosis.diagnose import CANDIDATES, Diagnosis, diagnosis_of, drawn_acceptance
-from draftsmith.eval.diagnosis.rows import diagnosis_rows, similarities, token_class
+from draftsmith.eval.diagnosis.rows import bin_names, diagnosis_rows, similarities, token_class
 from draftsmith.eval.method import Method
 from draftsmith.eval.report.page import render_page
 from draftsmith.eval.results import Results
@@ -196,6 +197,28 @@ def test_rows_say_where_a_draft_lost_and_the_other_tokens_did_not():
         assert rows["candidates_best", "mine", k]["value"] == pytest.approx(k / 64)
         assert rows["candidates_drawn", "mine", k]["value"] == pytest.approx(0.5)
     assert not any(row["figure"] == "lost" for row in diagnosis_rows(*world(0.3), text_of))
+
+
+def test_acceptance_is_shown_by_the_tokens_before_it_where_texts_are_long(tmp_path):
+    setting, measured = world(0.1)
+    rows = by_part(diagnosis_rows(setting, measured, text_of))
+    assert not any("tokens before" in str(part) for _, _, part in rows)
+    lengths = [3] * 4 + [300] * 4 + [4095] * 4
+    prose = suite("prose", "id", *((i,) * tokens for i, tokens in enumerate(lengths)))
+    longer = diagnosis_rows(replace(setting, suites=[prose]), measured, text_of)
+    rows = by_part(longer)
+    parts = [f"tokens before: {name}" for name in bin_names("tokens before")]
+    alphas = [rows.get(("alpha_by_part", "base", part)) for part in parts]
+    # Acceptance rises by .01 a prompt; the first position of the longest is still below 4,096.
+    values = [0.515, 0.555, None, None, 0.595, 0.595, None]
+    for row, value in zip(alphas, values, strict=True):
+        assert (row and row["value"]) == (value and pytest.approx(value))
+    counts = rows["positions_by_part", "mine", "tokens before: 2048 to 4096"]
+    assert counts["value"] == 4
+    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
+    assert 'id="context-' not in render_page(Results(document, tmp_path))
+    document["rows"] += longer
+    assert 'id="context-' in render_page(Results(document, tmp_path), tmp_path)
 
 
 @pytest.fixture

@@ -21,9 +21,15 @@ from draftsmith.eval.suites import Suite
 # Properties that positions are grouped by, and the edges of their bins.
 ENTROPY = "entropy of the target, bits"
 PLACE = "position in the answer"
+CONTEXT = "tokens before"
 CLASS = "class of the token"
 NEAR = "similarity to ID prompts"
-EDGES = {ENTROPY: (0.5, 1.5, 3.0), PLACE: (4, 16, 64), NEAR: (0.05, 0.2, 0.5)}
+EDGES = {
+    ENTROPY: (0.5, 1.5, 3.0),
+    PLACE: (4, 16, 64),
+    CONTEXT: (256, 512, 1024, 2048, 4096, 8192),
+    NEAR: (0.05, 0.2, 0.5),
+}
 # Length of the token n-grams that make two prompts similar.
 NGRAM = 3
 SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
@@ -59,9 +65,10 @@ def diagnosis_rows(
             alphas[draft] = np.concatenate(joined(diagnoses[draft], "alpha"))
         outputs = joined(group.parts(measured.baselines), "output_ids")
         near = list(chain.from_iterable(similar[suite.name] for suite in group.suites))
+        prompts = [len(prompt.ids) for suite in group.suites for prompt in suite.prompts]
         base = setting.base
         alphas[base] = alphas[bases].mean(axis=1)
-        positions = _positions(outputs, near, diagnoses[bases[0]], text_of)
+        positions = _positions(outputs, prompts, near, diagnoses[bases[0]], text_of)
         sums_of = dict(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
             for part, sums in sums_of.items():
@@ -80,21 +87,31 @@ def diagnosis_rows(
 
 def _positions(
     outputs: Sequence[Sequence[int]],
+    prompt_tokens: Sequence[int],
     near: Sequence[float],
     base: Sequence[Diagnosis],
     text_of: Callable[[int], str],
 ) -> pd.DataFrame:
     lengths = [len(output) for output in outputs]
     texts = [text_of(token) for token in chain.from_iterable(outputs)]
+    places = np.concatenate([np.arange(length) for length in lengths])
     columns = {
         "prompt": np.repeat(np.arange(len(outputs)), lengths),
         "text": texts,
         ENTROPY: np.concatenate(joined(base, "entropy")),
-        PLACE: np.concatenate([np.arange(length) for length in lengths]),
+        PLACE: places,
+        CONTEXT: places + np.repeat(prompt_tokens, lengths),
         CLASS: [token_class(text) for text in texts],
         NEAR: np.repeat(near, lengths),
     }
     return pd.DataFrame(columns)
+
+
+def bin_names(by: str) -> list[str]:
+    """The names of the bins of a property, ascending."""
+    edges = EDGES[by]
+    between = [f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:], strict=False)]
+    return [f"below {edges[0]:g}", *between, f"{edges[-1]:g} and more"]
 
 
 def _by_part(
@@ -102,16 +119,16 @@ def _by_part(
 ) -> Iterator[tuple[str, dict[str, PromptSums]]]:
     """Every kind of position that occurs, and the drafts' per-prompt acceptance there."""
     prompts = range(group.picks.prompts)
-    for by in (ENTROPY, PLACE, CLASS, NEAR):
+    for by in (ENTROPY, PLACE, CONTEXT, CLASS, NEAR):
+        part = positions[by]
         # At temperature 0 the target's distribution is a single token, whose entropy says nothing.
         if by == ENTROPY and group.temperature == 0:
             continue
-        part = positions[by]
+        if by == CONTEXT and (part < EDGES[CONTEXT][0]).all():
+            continue
         if by in EDGES:
-            edges = EDGES[by]
-            between = [f"{a:g} to {b:g}" for a, b in zip(edges, edges[1:], strict=False)]
-            names = [f"below {edges[0]:g}", *between, f"{edges[-1]:g} and more"]
-            part = pd.cut(part, [-math.inf, *edges, math.inf], right=False, labels=names)
+            edges = [-math.inf, *EDGES[by], math.inf]
+            part = pd.cut(part, edges, right=False, labels=bin_names(by))
         for name, inside in alphas.groupby(part, observed=True):
             by_prompt = inside.groupby(positions["prompt"])
             sizes = by_prompt.size().reindex(prompts, fill_value=0)

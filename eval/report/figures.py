@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from draftsmith.eval.diagnosis.rows import CONTEXT, EDGES, bin_names
 from draftsmith.eval.formats import KIND_TITLES, kept, number, shortened, tree_name
 from draftsmith.eval.report.theme import WIDTH, Look, drawing
 from draftsmith.eval.results_table import ResultsTable
@@ -337,6 +338,25 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
         if all(len(series(draft, name)) < LEAST_POINTS for draft in drafts):
             del titles[name]
     return _panels(look, titles, draw, "depth d") if titles else None
+
+
+def context_figure(results: ResultsTable, look: Look) -> Figure | None:
+    """Acceptance against the tokens before a position, at the highest temperature; None if all
+    texts are short.
+    """
+    parts = [f"{CONTEXT}: {name}" for name in bin_names(CONTEXT)]
+
+    def draw(ax: Axes, kind: str) -> None:
+        for draft in results.shown:
+            rows = {row["part"]: row for row in results.series("alpha_by_part", draft, kind)}
+            points = [(x, rows[part]) for x, part in enumerate(parts) if part in rows]
+            _curve(ax, look, draft, points, bars=True)
+        ax.set_ylim(SHARES)
+        ax.set_xticks(range(len(parts)), ["0", *map(str, EDGES[CONTEXT])], fontsize="x-small")
+
+    if not any(row["part"] in parts[1:] for row in results.rows("alpha_by_part")):
+        return None
+    return _by_kind(results, look, draw, "alpha_by_part", "tokens before, from")
 
 
 def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:

@@ -38,6 +38,7 @@ FIGURES = {
     "gain": figures.gain_figure,
     "training": figures.training_figure,
     "accept": figures.accept_figure,
+    "context": figures.context_figure,
     "tau": figures.tau_figure,
     "cost": figures.cost_figure,
     "calibration": figures.calibration_figure,
