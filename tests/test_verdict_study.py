@@ -1,8 +1,12 @@
 """Simulated evaluations of drafts whose speed is known: what the decision says of them."""
 
+import json
+import re
+
 import pytest
 
-from benchmarks.studies.verdict import SHIPPED, decided, spans_1, tally
+from benchmarks.lib.places import ROOT
+from benchmarks.studies.verdict import SHIPPED, decided, line, spans_1, tally
 
 
 @pytest.mark.parametrize("clock", ["quiet", "bursts"])
@@ -16,6 +20,14 @@ def test_simulated_drafts_get_the_verdict_that_they_deserve(clock, prompts):
     gain = decided("gain", clock, prompts, 2, seed=1, bootstrap=100)
     assert gain.verdict != "rejected"
     assert all(found.verdict != "busy" or spans_1(found) for found in (hopeless, null, gain))
+
+
+def test_the_page_of_the_decision_has_the_kept_shares():
+    page = (ROOT / "docs" / "decision.md").read_text(encoding="utf-8")
+    study = json.loads((ROOT / "docs" / "results" / "verdict.json").read_text())
+    rows = [line(row) for row in study]
+    assert len(rows) == 8 and "|---|\n" + "\n".join(rows) + "\n" in page
+    assert len(re.findall(r"[^\s|]*\w[^\s|]*", page)) <= 600, "words"
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -253,8 +253,26 @@ class Tally:
 
     def share(self, kind: Kind, *verdicts: str) -> float:
         """The share of drafts of a kind that had one of these verdicts."""
-        found = self.verdicts[kind]
-        return sum(found[verdict] for verdict in verdicts) / found.total()
+        return share(self.verdicts[kind], *verdicts)
+
+
+def share(found: Mapping[str, int], *verdicts: str) -> float:
+    """The share of these verdicts."""
+    return sum(found.get(verdict, 0) for verdict in verdicts) / sum(found.values())
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A row of the study as the table of docs/decision.md has it."""
+    cells = [
+        row["clock"],
+        "nearly twice" if row["repeats"] > 1 else "once",
+        f"{share(row['null'], *SHIPPED):.1%}",
+        f"{share(row['gain'], *SHIPPED):.0%}",
+        f"{share(row['gain'], 'rejected'):.1%}",
+        f"{share(row['hopeless'], 'rejected'):.1%}",
+        str(row["beside_1"]),
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def tally(
@@ -282,14 +300,7 @@ def study(runs: int) -> list[dict[str, object]]:
                 row[kind] = verdicts
             row["beside_1"] = found.beside_1
             rows.append(row)
-            shipped = found.share("null", *SHIPPED)
-            gained = found.share("gain", *SHIPPED)
-            lost = found.share("gain", "rejected")
-            rejected = found.share("hopeless", "rejected")
-            sys.stdout.write(
-                f"| {clock} | {'nearly twice' if repeats > 1 else 'once'} | {shipped:.1%} | "
-                f"{gained:.0%} | {lost:.1%} | {rejected:.1%} | {found.beside_1} |\n"
-            )
+            sys.stdout.write(f"{line(row)}\n")
             sys.stdout.flush()
     return rows
 
