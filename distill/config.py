@@ -162,8 +162,8 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
     `train --states`. In process, or served on this machine with a shared directory.
     """
     states_layers: Rare[NotIdentity[list[AtLeast1]]] = field(default_factory=list)
-    """Layers whose output is kept beside that of the last one, from 1. Default: those that a fresh
-    EAGLE-3 head reads.
+    """Layers whose output is kept in addition to the last one's, from 1. Default: those that a
+    fresh EAGLE-3 head reads.
     """
     push_to_hub: Rare[NotIdentity[str | None]] = None
     """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is

@@ -87,7 +87,7 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Temperatures; the report leads with the highest."""
     tree: Trees = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
-    auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
+    auto:FILE (a plan), auto (the plan.json of the first draft that is not the base), or none:
     alpha and predictions only.
     """
     verifier: list[str] = field(default_factory=list)
@@ -105,7 +105,7 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     batch_size: Rare[AtLeast1] = 16
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000
-    """Resamples behind every 95 % interval."""
+    """Bootstrap resamples for every 95 % interval."""
     pays_from: Rare[TokensPerCall | None] = None
     """Tokens per target call from which a draft pays, if that is known without timing here. A model
     that stays below by its alpha is not decoded.

@@ -26,17 +26,12 @@ def with_pooled_runs(setting: Setting, measured: Measured) -> tuple[Setting, Mea
         of_run = {}
         for run in timed["runs"]:
             of_run[*at, run["draft"] or "", run["tree"], run["verifier"]] = run
-        runs: list[Any] = []
-        for key, counts in _pooled(of_run).items():
-            runs.append({**counts, "draft": key[2] or None})
+        pooled = _pooled(of_run)
+        runs: list[Any] = [{**pooled[key], "draft": key[2] or None} for key in pooled]
         speeds[at] = {**timed, "runs": runs}
-    pooled = replace(
-        measured,
-        alphas=_pooled(measured.alphas),
-        decodings=_pooled(measured.decodings),
-        speeds=speeds,
-    )
-    return replace(setting, methods=methods | dict(setting.methods)), pooled
+    alphas, decodings = _pooled(measured.alphas), _pooled(measured.decodings)
+    measured = replace(measured, alphas=alphas, decodings=decodings, speeds=speeds)
+    return replace(setting, methods=methods | dict(setting.methods)), measured
 
 
 def _pooled(measurements: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -301,15 +301,15 @@ class ResultsTable:
         """The spread of a figure over training seeds; None without several, and for transfers."""
         if row is None or row["value"] is None or row["figure"] == "transfer":
             return None
-        own = self.of_runs(row, row["draft"])
-        # Of gains, those of the runs of the base over their mean.
-        base = self.of_runs(row, self.base) if row["figure"].endswith("gain") else []
-        if not own and not base:
+        own = self.of_runs(row, row["draft"]) or [row["value"]]
+        base = [0.0]
+        if row["figure"].endswith("gain"):
+            # Gains of the runs of the base over their mean.
+            base = self.of_runs(row, self.base) or base
+        if len(own) == len(base) == 1:
             return None
-        seeds = " x ".join(str(len(runs)) for runs in (own or [0.0], base) if runs)
-        own = own or [row["value"]]
-        low = min(own) - max(base, default=0.0)
-        return Spread(low, max(own) - min(base, default=0.0), seeds)
+        seeds = f"{len(own)} x {len(base)}" if len(base) > 1 else str(len(own))
+        return Spread(min(own) - max(base), max(own) - min(base), seeds)
 
     def rows(self, *figures: str) -> Iterator[Row]:
         """All rows of some figures."""

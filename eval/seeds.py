@@ -78,10 +78,11 @@ def of_runs(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
             found = " and ".join(sorted(shapes))
             raise InputError(f"--draft {draft}: its runs are {found} parameters; name them apart")
         configs = [read_record(Path(row["name"])).get("config", {}) for row in rows]
-        differ: set[str] = set()
-        for config in configs:
-            differ |= {key for key in config if config[key] != configs[0].get(key)}
-        if differ != {"seed"}:
-            named = ", ".join(sorted(differ)) or "no recorded option"
+        differ = []
+        for key, value in configs[0].items():
+            if any(config.get(key) != value for config in configs):
+                differ.append(key)
+        if differ != ["seed"]:
+            named = ", ".join(differ) or "no recorded option"
             text = f"draft {draft}: its runs differ in {named}, not in their training seed alone"
             yield Remark(about="seeds", text=text)

@@ -81,9 +81,17 @@ def test_a_name_that_fits_several_rows_is_refused(copy):
 
 
 def test_names_are_joined_from_left_to_right_and_shown_with_intervals(copy):
-    assert prose.value(copy, f"{ROW}/n - 50 / 4 * 3") == 7.5
+    assert prose.value(copy, f"{ROW}/n - 50 / 4 * 3 + 1") == 8.5
     page = prose.Page(says=[f"{{{ROW} | [2]}}"])
     assert "0.32 [0.30, 0.33]".replace("0.", ".") in prose.problems(copy, "page.md", page)[0]
+
+
+def test_a_gain_over_seeds_is_the_mean_of_the_seeds_with_an_interval_over_prompts():
+    gain = prose.value(ROOT, "real-gpu/gain of eagle-muon-312-?-ts3 over eagle-muon-312-? on chat")
+    rows = "real-gpu/rows/figure=alpha&domain=chat&temperature=1&draft=eagle-muon-312"
+    seeds = [prose.value(ROOT, f"{rows}-{seed}-ts3/value - {rows}-{seed}/value") for seed in (1, 2)]
+    assert gain["value"] == pytest.approx(sum(seeds) / 2)
+    assert gain["low"] < gain["value"] < gain["high"]
 
 
 def test_verdicts_of_claims_and_types_are_counted_as_their_tables_have_them():

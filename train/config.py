@@ -207,7 +207,7 @@ class TrainConfig(RunOptions, LargeTargetOptions):
     it.
     """
     tracker: Rare[NotIdentity[Literal["none", "wandb", "tensorboard"]]] = "none"
-    """Tracker beside metrics.jsonl (WANDB_MODE=offline needs no account). W&B's project is
+    """Tracker in addition to metrics.jsonl (WANDB_MODE=offline needs no account). W&B's project is
     WANDB_PROJECT, else draftsmith.
     """
     push_to_hub: NotIdentity[Rare[str | None]] = None

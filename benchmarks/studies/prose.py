@@ -2,27 +2,33 @@
 
 docs/figures.yaml has, by page, sentences as they stand there with names in place of figures:
 `{real-recipe/rows/figure=alpha&draft=eagle3&domain=id/value | .3f}`. A name is a kept result, or a
-set of benchmarks/studies/real, then keys; of a list the one row that fits, or an index. Names and
-numbers are joined by ` - `, ` * `, ` / `, from left to right. After the bar: a format of Python, or
-`[2]` for a value of two decimals with its interval (`+[2]`: with a sign).
+set of benchmarks/studies/real, then keys; of a list the one row that fits, or an index; or `gain of
+DRAFTS over DRAFTS on SET`, in alpha at temperature 1, patterns of which are training seeds. Names
+and numbers are joined by ` + `, ` - `, ` * `, ` / `, from left to right. After the bar: a format of
+Python, or `[2]` for a value of two decimals with its interval (`+[2]`: with a sign).
 """
 
 import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from benchmarks.studies.figures import kept
 from draftsmith.core.io import read_json
+from draftsmith.eval.bootstrap import PromptSums, difference, resamples
 from draftsmith.eval.formats import with_interval
+from draftsmith.eval.schema import Estimate
 
-_SIGNS = {"-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+_GAIN = re.compile(r"gain of (\S+) over (\S+) on (\S+)")
 _NAME = re.compile(r"\{([^{}|]+) \| ([^{}]+)\}")
 _FIGURE = re.compile(r"(?<![\w.:=/-])[-+]?(?:[\d,]*\.\d+(?![\w.]*\d)|[\d,.]+%)")
 # What says nothing of a measurement: code, and what a link or a tag leads to.
@@ -49,7 +55,7 @@ class Page:
         names = set(chain.from_iterable(self.tables.values()))
         for sentence in self.says:
             for terms, _ in _NAME.findall(sentence):
-                paths = [term for term in re.split(r" [-*/] ", terms) if "/" in term]
+                paths = [term for term in re.split(r" [-+*/] ", terms) if "/" in term]
                 parts = [path.split("/") for path in paths]
                 names |= {part[0] for part in parts if part[1] not in _FACTS}
         return names
@@ -96,7 +102,7 @@ def problems(root: Path, name: str, page: Page) -> list[str]:
 
 def value(root: Path, terms: str) -> Any:
     """Return what a name stands for, or what names and numbers joined by signs give."""
-    first, *rest = re.split(r" ([-*/]) ", terms.strip())
+    first, *rest = re.split(r" ([-+*/]) ", terms.strip())
     result = _term(root, first)
     for sign, term in zip(rest[::2], rest[1::2], strict=True):
         result = _SIGNS[sign](result, _term(root, term))
@@ -121,6 +127,8 @@ def _kept(root: Path, name: str) -> Any:
 
 def _step(found: Any, step: str) -> Any:
     """A value of a dict or list; the one row of a list for which `key=value&key=value` holds."""
+    if gain := _GAIN.fullmatch(step):
+        return gain_over_seeds(found, *gain.groups())
     if isinstance(found, dict):
         return found[step]
     if "=" not in step:
@@ -133,6 +141,26 @@ def _step(found: Any, step: str) -> Any:
     if len(rows) != 1:
         raise KeyError(f"{len(rows)} rows with {step}")
     return rows[0]
+
+
+def gain_over_seeds(document: Any, new: str, old: str, domain: str) -> Estimate:
+    """Return the gain in alpha of some drafts over others at temperature 1, the mean over the
+    training seeds of each, with its interval over prompts.
+    """
+    (suite,) = [row for row in document["suites"] if row["name"] == domain]
+    groups = suite.get("prompt_groups", suite["prompt_hashes"])
+
+    def sums(pattern: str) -> PromptSums:
+        counts = []
+        for row in document["counts"]:
+            at = (row["of"], row["domain"], row["temperature"])
+            if at == ("alpha", domain, 1.0) and fnmatchcase(row["draft"], pattern):
+                counts.append(row["per_prompt"])
+        accepted = np.sum([each["sum"] for each in counts], axis=0)
+        return PromptSums.of(accepted, np.sum([each["count"] for each in counts], axis=0))
+
+    picks = resamples(groups, document["config"]["bootstrap"], document["config"]["seed"])
+    return difference(sums(new), sums(old), picks)
 
 
 def _rendered(root: Path, sentence: str) -> tuple[str, list[tuple[int, int]]]:

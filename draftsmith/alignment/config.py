@@ -155,7 +155,7 @@ class EvalChoices:
     """Temperatures to measure at; the report leads with the highest."""
     tree: Rare[Open[Annotated[list[Spec], Field(min_length=1)]]] = OPEN
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
-    auto:FILE (a plan), auto (the plan.json beside the first draft that is not the base), or none:
+    auto:FILE (a plan), auto (the plan.json of the first draft that is not the base), or none:
     alpha and predictions only.
     """
     max_prompts: Open[AtLeast1] = OPEN
@@ -177,7 +177,7 @@ class EvalChoices:
     batch_size: Rare[Open[AtLeast1]] = OPEN
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)] | None] = None
-    """Resamples behind every 95 % interval."""
+    """Bootstrap resamples for every 95 % interval."""
 
 
 @options
@@ -201,9 +201,9 @@ class AlignConfig(TargetOptions, RunOptions):
     )
     """Training objective, as `train --objective` takes it; several are compared at equal steps."""
     policy: Policy | None = None
-    """balanced (the default): half of every step is text or chats that the target writes by itself,
-    over twice the steps, so that the draft keeps what it knew (docs/robust.md). id: the answers
-    alone.
+    """balanced (the default): twice as many steps, half of each filled with text or chats that the
+    target writes by itself, so that the draft keeps what it knew (docs/robust.md). id: only the
+    answers.
     """
     plain: Rare[bool] = False
     """Also train every objective as policy id does, as NAME-plain, to compare with the policy."""

@@ -345,7 +345,7 @@ class Command:
 
 COMMANDS = {
     "demo": Command(
-        "align the shipped nano pair, offline, in minutes",
+        "align the demo pair, offline, in minutes",
         "config:DemoConfig",
         _demo,
         True,
