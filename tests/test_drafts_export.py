@@ -35,7 +35,7 @@ from draftsmith.core.io import read_json
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith.core.record import read_record
 from draftsmith.core.tokenization import load_tokenizer
-from draftsmith.drafts.config import Format
+from draftsmith.drafts.config import GGUF_TYPES, Format
 from draftsmith.drafts.heads import Head, load_head, save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -43,6 +43,7 @@ from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.store import write_tensors
 from draftsmith.drafts.layouts.export import WRITERS, check_layout
 from draftsmith.drafts.layouts.table import LAYOUTS
+from tests.conftest import save_model, tiny_tokenizer
 from tests.tiny_models import stirred
 
 SHAPE: dict[str, Any] = {
@@ -374,6 +375,48 @@ def test_gguf_holds_the_model_and_the_tokenizer(target, tmp_path):
     tensors = {tensor.name: torch.tensor(tensor.data) for tensor in reader.tensors}
     assert isinstance(head, Eagle3Head) and torch.equal(tensors["d2t"], head.target_ids_D)
     assert list(reader.fields["eagle3.target_layers"].contents()) == [2, 4, 5]
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_gguf_matrices_have_the_type_that_was_asked_for(kind, tmp_path):
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(vocab_size=290, num_hidden_layers=1, **sizes)
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    summary = exported(tmp_path, "gguf", draft="target", type=kind)
+    stored = {}
+    for tensor in gguf.GGUFReader(tmp_path / "out" / "model.gguf").tensors:
+        stored[tensor.name] = tensor
+    assert stored["blk.0.ffn_gate.weight"].tensor_type.name == kind == summary["type"]
+    assert stored["output_norm.weight"].tensor_type.name == "F32"
+    weight = model.state_dict()["model.layers.0.mlp.gate_proj.weight"]
+    kept = gguf.quants.dequantize(
+        stored["blk.0.ffn_gate.weight"].data, stored["blk.0.ffn_gate.weight"].tensor_type
+    )
+    off = float((torch.tensor(kept) - weight).abs().max())
+    # A step of the coarsest type is an eighth of a block's largest weight.
+    assert off <= summary["check"]["max_difference"] <= float(weight.abs().max()) / 4
+    assert (summary["check"]["max_difference"] == 0) == (kind == "F32")
+
+
+def test_gguf_types_that_cannot_be_written_are_named(tmp_path):
+    def refused(**options: Any) -> str:
+        with pytest.raises(ds.InputError) as error:
+            exported(tmp_path, **options)
+        return str(error.value)
+
+    assert refused(form="gguf", type="Q4_K_M").startswith("type: the gguf package writes no Q4_K_M")
+    assert "is for --format gguf" in refused(form="hf", type="Q8_0")
+    assert "stands for --dtype" in refused(form="gguf", type="F16", dtype="float32")
+    save_model(tmp_path / "target", seed=0, layers=1, vocabulary=290)
+    rows = refused(form="gguf", draft="target", type="Q8_0")
+    assert "has rows of" in rows and "take F16" in rows
 
 
 def sentencepiece_like() -> PreTrainedTokenizerFast:

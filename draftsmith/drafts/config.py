@@ -11,12 +11,15 @@ from draftsmith.core.options import (
     Model,
     Out,
     RevisionOptions,
+    Text,
     options,
 )
 from draftsmith.drafts.draft_sources import check_sources, is_copying
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
+# Types of matrices that the gguf package rounds to.
+GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "mtp", "gguf"]
 
 
@@ -38,8 +41,14 @@ class ExportConfig(RevisionOptions):
     """The target of a head. Default: the one in the record of the checkpoint."""
     dtype: Dtype = "auto"
     """Type of the weights on disk: float32, bfloat16, float16; auto: the draft's own."""
+    type: Text | None = None
+    """gguf: llama.cpp's type of the matrices: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0.
+    Default: by `--dtype`.
+    """
 
     def __post_init__(self) -> None:
+        if self.type is not None:
+            self._check_type(self.type)
         path = Path(self.out)
         check_out(path)
         record = path / "draftsmith.json"
@@ -47,6 +56,17 @@ class ExportConfig(RevisionOptions):
         if path.is_file() or (path.is_dir() and any(path.iterdir()) and not exported):
             raise InputError(
                 f"out: {self.out} holds files that no export wrote; choose another directory"
+            )
+
+    def _check_type(self, kind: str) -> None:
+        if self.format != "gguf" or self.dtype != "auto":
+            reason = "is for --format gguf" if self.format != "gguf" else "stands for --dtype"
+            raise InputError(f"type: {reason}; leave one of them out")
+        if kind not in GGUF_TYPES:
+            known = ", ".join(GGUF_TYPES)
+            raise InputError(
+                f"type: the gguf package writes no {kind}; take {known}, or write F16 and run "
+                f"llama.cpp's own `llama-quantize {self.out}/model.gguf {kind}`"
             )
 
 

@@ -87,8 +87,12 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         "kind": source.kind,
         "proven_in": writer.proven_in,
     }
+    write = writer.write
+    if config.type is not None:
+        write = partial(gguf_file.write, matrices=config.type)
+        written["type"] = config.type
     with hold(out), atomic_dir(out) as directory:
-        written["check"] = asdict(writer.write(source, directory))
+        written["check"] = asdict(write(source, directory))
         record["export"] = written
         record["source"] = {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}
         if hashes is not None:

@@ -27,7 +27,7 @@ from draftsmith.drafts.load import Source
 from draftsmith.drafts.vocabulary import BYTE, backend_of
 
 if TYPE_CHECKING:
-    from gguf import GGUFWriter
+    from gguf import GGMLQuantizationType, GGUFWriter
 
 FILE = "model.gguf"
 # transformers' model type -> llama.cpp's name.
@@ -90,15 +90,20 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
     _add_tokenizer(writer, source.tokenizer, config.vocab_size)
     written = _named(source, config, paired=architecture in _PAIRED)
     types = gguf.GGMLQuantizationType
+    off = 0.0
     for name, tensor in written.items():
         if not tensor.is_floating_point():
             writer.add_tensor(name, tensor.numpy())
             continue
         # llama.cpp wants its norms and biases in fp32.
         stored = types.F32 if tensor.dim() == 1 else types[matrix_type]
-        values = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
+        values = _rounded(name, tensor, stored)
         writer.add_tensor(name, values, raw_dtype=stored)
-        if tensor.dim() > 1 and matrices is None:
+        kept = torch.tensor(gguf.quants.dequantize(values, stored))
+        if matrices is not None:
+            off = max(off, float(torch.dist(kept, tensor.float(), torch.inf)))
+            written[name] = kept
+        elif tensor.dim() > 1:
             written[name] = tensor.to(source.dtype)
     factors = _add_rope(writer, config)
     if factors is not None:
@@ -107,7 +112,23 @@ def write(source: Source, out: Path, *, matrices: str | None = None) -> Check:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return _read_back(file, written, exact=matrices is None)
+    count = _read_back(file, written)
+    return Check(f"{count} tensors read back by gguf", off)
+
+
+def _rounded(name: str, tensor: Tensor, kind: "GGMLQuantizationType") -> Any:
+    """The values of a tensor as a file holds them. Raise InputError for rows that it cannot cut
+    into blocks.
+    """
+    import gguf
+
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    if tensor.shape[-1] % block:
+        raise InputError(
+            f"type: {name} has rows of {tensor.shape[-1]} values, and {kind.name} has blocks of "
+            f"{block}; take F16"
+        )
+    return gguf.quants.quantize(tensor.float().contiguous().numpy(), kind)
 
 
 def _head_size(config: PretrainedConfig) -> int:
@@ -172,10 +193,9 @@ def _named(source: Source, config: PretrainedConfig, *, paired: bool) -> dict[st
     return named
 
 
-def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
+def _read_back(file: Path, written: dict[str, Tensor]) -> int:
     """Compare the tensors of a GGUF file with what was to be written; RunError if they differ.
-
-    exact: whether the file's types hold the values as they are; quantised matrices are rounded.
+    Return their number.
     """
     import gguf
 
@@ -189,13 +209,11 @@ def _read_back(file: Path, written: dict[str, Tensor], *, exact: bool) -> Check:
     if read.keys() != written.keys():
         differing = sorted(read.keys() ^ written.keys())
         raise RunError(f"{file}: read back, its tensors differ: {', '.join(differing)}")
-    largest = 0.0
     for name, tensor in written.items():
         difference = float(torch.dist(read[name].float(), tensor.float(), torch.inf))
-        if exact and difference != 0:
+        if difference != 0:
             raise RunError(f"{file}: read back, '{name}' is off by {difference:.2g}")
-        largest = max(largest, difference)
-    return Check(f"{len(read)} tensors read back by gguf", largest)
+    return len(read)
 
 
 def _paired(weight: Tensor, heads: int) -> Tensor:
