@@ -18,9 +18,9 @@ from draftsmith.drafts.draft_sources import check_sources, is_copying
 
 # Kinds of draft that draft a block of tokens in one forward.
 BLOCK_KINDS = ("dflash", "dspark", "jetspec")
+Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "mtp", "gguf"]
 # Types of matrices that the gguf package rounds to.
 GGUF_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
-Format = Literal["hf", "eagle", "sglang", "speculators", "medusa", "dflash", "mtp", "gguf"]
 
 
 @options
