@@ -89,9 +89,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave out of every later garbage collection what the imports made: walking it takes 0.3 s
-    each time.
+    each time. And collect more rarely, which saves 7% of all.
     """
     gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _left_out():
+    """Leave out what the modules before have imported too: every training run ends with a
+    collection of all.
+    """
     gc.freeze()
 
 
@@ -374,18 +383,19 @@ class Child:
         """Standard output and error of a command that must end with this code: minus the signal if
         it is killed.
         """
-        self._until("code")
+        self.until("code")
         out, err = ((self.directory / name).read_text() for name in ("out", "err"))
         assert int((self.directory / "code").read_text()) == code and "Traceback" not in err, err
         return out, err
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to a command that cannot have ended: `hold()` stands in its patch."""
-        self._until("pid")
+        self.until("pid")
         os.kill(int((self.directory / "pid").read_text()), number)
         (self.directory / "sent").touch()
 
-    def _until(self, name: str) -> None:
+    def until(self, name: str) -> None:
+        """Wait for `pid`, or for `code`, which says that it has ended."""
         while not (self.directory / name).exists():
             time.sleep(0.005)
 

@@ -5,6 +5,7 @@ their true size.
 import json
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -293,7 +294,25 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("recipe", TRAIN, ids=lambda path: path.stem)
+def family_of(source: str) -> str:
+    """The family of a published model, by its name."""
+    name = Path(source).name.lower()
+    return next(family for begin, family in FAMILIES.items() if name.startswith(begin))
+
+
+def small_runs() -> Iterator[Any]:
+    """Every recipe; slow are those that differ from an earlier one in sizes and data alone."""
+    seen = set()
+    for recipe in TRAIN:
+        written = yaml.safe_load(recipe.read_text())
+        sources = [written["target"], *filter(None, [written.get("draft_config")])]
+        like = (written.get("kind"), written.get("objective"), *map(family_of, sources))
+        marks = [pytest.mark.slow] if like in seen else []
+        seen.add(like)
+        yield pytest.param(recipe, marks=marks, id=recipe.stem)
+
+
+@pytest.mark.parametrize("recipe", small_runs())
 def test_recipe_runs_in_small(recipe, tmp_path, door, monkeypatch):
     monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
     written = yaml.safe_load(recipe.read_text())
@@ -309,15 +328,8 @@ def test_recipe_runs_in_small(recipe, tmp_path, door, monkeypatch):
     assert (out / "features").is_dir() == ("features" in written.get("head", {}))
     for role, source in (("target", written["target"]), ("draft", written.get("draft_config"))):
         if source is not None:
-            family = next(
-                family
-                for name, family in FAMILIES.items()
-                if Path(source).name.lower().startswith(name)
-            )
-            assert (
-                json.loads((out / "inputs" / role / "config.json").read_text())["model_type"]
-                == family
-            )
+            config = json.loads((out / "inputs" / role / "config.json").read_text())
+            assert config["model_type"] == family_of(source)
     target = load_model(str(out / "inputs" / "target"), device="cpu")
     draft = load_draft(str(out), target, device="cpu", dtype="auto")
     assert draft_kind(str(out)) == ("draft" if kind == "lm" else kind)

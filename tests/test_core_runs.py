@@ -4,8 +4,7 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,42 +14,48 @@ import pytest
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import atomic_dir, atomic_file
 from draftsmith.core.runs import Run, claim, hold
+from tests.conftest import Child
 
-ROOT = Path(__file__).parents[1]
 HOLDER = """
-import sys
+import time
 from pathlib import Path
-from draftsmith.core.signals import terminable
 from draftsmith.core.runs import hold
-with terminable(), hold(Path(sys.argv[1]), file=len(sys.argv) > 2):
-    print("held", flush=True)
-    sys.stdin.read()
+from draftsmith.core.signals import terminable
+with terminable(), hold(Path({out!r}), file={file}):
+    Path("held").touch()
+    while not Path("released").exists():
+        time.sleep(0.002)
 """
-Start = Callable[..., "subprocess.Popen[str]"]
+
+
+class Holder:
+    """A process that holds a directory or file."""
+
+    def __init__(self, spawn: Callable[..., Child], there: Path, out: Path, file: bool) -> None:
+        self.there = there
+        self.child = spawn(cwd=there, patch=HOLDER.format(out=str(out), file=file))
+        self.child.until("pid")
+        self.pid = int((self.child.directory / "pid").read_text())
+        while not (there / "held").exists():
+            time.sleep(0.002)
+
+    def release(self) -> None:
+        (self.there / "released").touch()
+        self.child.until("code")
 
 
 @pytest.fixture
-def start():
+def start(spawn, tmp_path_factory):
     """Start a process that holds a directory; returns once it does."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Holder] = []
 
-    def holder(out: Path, *more: str) -> "subprocess.Popen[str]":
-        child = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(out), *more],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        started.append(child)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
-        return child
+    def holder(out: Path, file: bool = False) -> Holder:
+        started.append(Holder(spawn, tmp_path_factory.mktemp("holder"), out, file))
+        return started[-1]
 
     yield holder
-    for child in started:
-        child.kill()
-        child.communicate()
+    for each in started:
+        each.release()
 
 
 def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, start):
@@ -61,7 +66,7 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, star
     message = str(refused.value)
     holder = f"process {child.pid} on {socket.gethostname()}"
     assert message == f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
-    child.communicate("")
+    child.release()
     with hold(out):
         assert f"process {os.getpid()} " in (out / ".lock").read_text()
         with pytest.raises(InputError, match=f"^--out .*: process {os.getpid()} "), hold(out):
@@ -72,8 +77,8 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, star
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path, start, number):
     child = start(tmp_path)
-    child.send_signal(number)
-    child.wait()
+    os.kill(child.pid, number)
+    child.child.until("code")
     # Only SIGKILL leaves the file, and that does not stop the next run.
     assert (tmp_path / ".lock").exists() == (number == signal.SIGKILL)
     with hold(tmp_path):
@@ -81,7 +86,7 @@ def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path, start, numbe
 
 
 def test_a_file_has_its_lock_beside_it(tmp_path, start):
-    start(tmp_path / "rows.jsonl", "file")
+    start(tmp_path / "rows.jsonl", file=True)
     assert [path.name for path in tmp_path.iterdir()] == [".rows.jsonl.lock"]
     with (
         pytest.raises(InputError, match=r"^--out .*rows\.jsonl: process"),

@@ -1,7 +1,6 @@
 """Law 1 for targets and drafts with a state: chains, verified with each model's own cache."""
 
 import copy
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -231,13 +230,19 @@ def test_a_tree_is_refused_and_a_chain_is_the_default():
         SpeculativeDecoder(target, LookaheadProposer())
 
 
+# Every kind and every proposer; what one does to the other is seen greedily, for every two.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"),
-    itertools.product(
-        ("mamba", "mamba2", "qwen3_next", "lfm2", "falcon_h1"),
-        ("draft", "lookup, then draft", "eagle"),
-    ),
+    [
+        ("mamba", "draft"),
+        ("mamba", "eagle"),
+        ("mamba2", "lookup, then draft"),
+        ("qwen3_next", "eagle"),
+        ("qwen3_next", "lookup, then draft"),
+        ("lfm2", "draft"),
+        ("falcon_h1", "draft"),
+    ],
 )
 def test_output_distribution_is_the_targets(kind, name):
     size = 5

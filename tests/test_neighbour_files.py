@@ -94,6 +94,7 @@ def chat_target(target_dir, tmp_path_factory):
     return directory
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_file_of_a_neighbour_goes_all_the_way(tool, chat_target, draft_dir, tmp_path, door):
     rows = [TOOLS[tool](number) for number in range(1, 7)]

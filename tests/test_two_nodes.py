@@ -19,13 +19,17 @@ ROOT = Path(__file__).parents[1]
 # its time on imports. Their rendezvous is the launcher's store, where each command has keys of its
 # own. Leaves JOB.RANK.err and .code beside the jobs.
 DRIVER = """
-import json, os, sys
+import gc, json, os, sys
+from importlib.util import find_spec
 from pathlib import Path
 import torch.distributed
-import draftsmith.alignment.stages
+import draftsmith.alignment.stages, draftsmith.distill.engines.hf
 from draftsmith.__main__ import main
 from draftsmith.core import runs
+if find_spec("deepspeed"):
+    import deepspeed  # accelerate imports it in every run
 
+gc.freeze()
 runs._SHOWN_S = 1
 rendezvous = sys.modules["torch.distributed.rendezvous"]  # a function hides it in torch.distributed
 store = rendezvous._create_c10d_store
