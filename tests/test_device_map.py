@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.alignment.config import AlignConfig
 from draftsmith.core import device_map
 from draftsmith.core.device_map import is_spread
 from draftsmith.core.errors import InputError
@@ -19,7 +20,8 @@ from draftsmith.decode import PromptLookupProposer, SpeculativeDecoder
 from draftsmith.decoding import take_over
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.memory import forecast
-from tests.test_target_parallel import EAGLE3, FAMILIES, Road, counted, families, made
+from tests.small_targets import made
+from tests.test_target_parallel import EAGLE3, FAMILIES, Road, counted, families
 from tests.train_laws import close, metrics
 
 __all__ = ["families"]
@@ -116,6 +118,8 @@ def test_where_it_is_not_for(target_dir, tmp_path, monkeypatch):
         replace(config, target_device_map="cuda:0")
     with pytest.raises(InputError, match="^target_device_map: goes with `target`, and not"):
         replace(config, target_device_map="auto", states="s")
+    with pytest.raises(InputError, match="^init: reads a whole target"):
+        AlignConfig(target=target_dir, prompts="p", out="o", init="prune", target_device_map="auto")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="^--target_device_map: is for one process"):
         load_model(target_dir, device="cpu", target_device_map="auto")

@@ -6,9 +6,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.core import ranks
 from draftsmith.core.divided_target import all_have, is_divided, own_share, whole
@@ -16,23 +14,11 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.config import TrainConfig
-from tests.conftest import tiny_tokenizer
+from tests.small_targets import made
+from tests.test_align import ONE_WAY, SMALL
 from tests.test_train_distributed import DRIVER
-from tests.tiny_models import redrawn
 from tests.train_laws import close, metrics
 
-SIZES = {
-    "vocab_size": 290,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen3": {},
@@ -49,14 +35,6 @@ KILLED = DRIVER.replace("SIGTERM", "SIGKILL").replace(
     "draftsmith.eval.evaluate.write_report = lambda results: results.directory\ngc.freeze()",
 )
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
-
-
-def made(kind: str, path: Path, **changes: Any) -> None:
-    """Save a small random target."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | changes)))
-    redrawn(model, 0.3).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
 
 
 @pytest.fixture
@@ -148,6 +126,13 @@ class Road:
             f"--max_prompts 3 --max_new_tokens 6 --out {self.out}-eval {PAIR}"
         ).split()
 
+    def align(self) -> list[str]:
+        return (
+            f"align {self.target} --prompts {self.directory / 'prompts.jsonl'} "
+            f"--draft {self.draft} --heldout_prompts 2 --out {self.out}-align "
+            f"{' '.join(map(str, SMALL + ONE_WAY))}"
+        ).split()
+
 
 def counted(out: Path) -> dict[str, Any]:
     """Tokens and counts of decoding, and alphas, by measurement."""
@@ -185,6 +170,10 @@ def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch
     door.ok(*Road(families, draft_dir, "llama", "one").evaluate())
     evaluation = Road(families, draft_dir, "llama", "two").evaluate()
     jobs.append({"words": [*evaluation, "--target_parallel", "2"], "stop_at": None})
+    alignment = Road(families, draft_dir, "llama", "two").align()
+    door.ok(*Road(families, draft_dir, "llama", "one").align())
+    for stop_at in (2, None):
+        jobs.append({"words": [*alignment, "--target_parallel", "2"], "stop_at": stop_at})
     (families / "driver.py").write_text(KILLED)
     (families / "jobs.json").write_text(json.dumps(jobs))
     launch(["--config_file", CONFIGS / "cpu2.yaml"], families / "driver.py", families / "jobs.json")
@@ -209,6 +198,12 @@ def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch
         close(two, one, atol=2e-4)
         for here, there in zip(metrics(two), metrics(one), strict=True):
             assert here == pytest.approx(there, rel=1e-3, abs=1e-5)
+    one, two = (families / f"llama-{how}-align" for how in ("one", "two"))
+    for part in (one / "distilled").glob("part-*"):
+        assert pq.read_table(two / "distilled" / part.name) == pq.read_table(part)
+    close(two / "jsd", one / "jsd", atol=1e-3)
+    # What `status` names as the next command reads this file.
+    assert "target_parallel: 2" in (two / "align.yaml").read_text()
     alone, both = (counted(families / f"llama-{how}-eval") for how in ("one", "two"))
     assert len(alone) == 8 and alone.keys() == both.keys()
     for name, cell in alone.items():

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from draftsmith.core.errors import InputError, LauncherError, RunError
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.world import make_world
+from tests.small_targets import made
 from tests.train_laws import BEFORE, close, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -112,13 +113,15 @@ def agree(found: Path, expected: Path, start: Path | None = None) -> None:
 EAGLE3 = "--kind eagle3 --draft_vocab_size 120 --head.test_steps 3"
 DSPARK = "--kind dspark --head.block_size 4 --head.num_layers 2 --draft_vocab_size 120"
 MUON = "--optim.name muon"
+# Both processes are one group, which has all rows.
+DIVIDED = "--target {divided} --target_parallel 2"
 OTHERS = {
     "cpu2": [
         f"{DSPARK} --head.anchors 3",
         f"--kind eagle --head.noise 0 {MUON}",
     ],
-    "cpu2_fsdp2": [f"{DSPARK} {MUON}", "--draft {draft} --draft_vocab_size 120"],
-    "cpu2_zero2": ["--kind hydra --head.num_heads 3"],
+    "cpu2_fsdp2": [f"{DSPARK} {MUON}", f"--draft {{draft}} --draft_vocab_size 120 {DIVIDED}"],
+    "cpu2_zero2": [f"--kind hydra --head.num_heads 3 {DIVIDED}"],
     "cpu2_zero3": [EAGLE3],
 }
 
@@ -145,15 +148,19 @@ def test_two_processes_are_one(
 
     def other(options: str, out: str, size: int, accumulation: int) -> list[str]:
         where = run(out, size, accumulation)
-        at = where.index("--draft")
-        changed = [*where[:at], *where[at + 2 :], *options.format(draft=draft_dir).split()]
+        at = where.index("--draft")  # the target is next
+        kept = where[at + 4 :] if "--target " in options else where[at + 2 :]
+        options = options.format(draft=draft_dir, divided=tmp_path / "divided")
+        changed = [*where[:at], *kept, *options.split()]
         return changed if MUON in options else [*changed, *SGD]
 
     others = OTHERS[config]
+    made("llama", tmp_path / "divided")
     for name, optim in (("sgd1", SGD), ("adam1", ADAM)):
         assert door(*run(name, 8, 1), *optim)[0] == 0
     for index, options in enumerate(others):
-        assert door(*other(options, f"other{index}-1", 8, 1))[0] == 0
+        alone = options.replace("--target_parallel 2", "")
+        assert door(*other(alone, f"other{index}-1", 8, 1))[0] == 0
     # One process for two steps, stopped by SIGTERM ...
     stop = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 2, send(signal.SIGTERM))"
     spawn(*run("adam2", 4, 2), *ADAM, cwd=tmp_path, patch=stop).wait(143)
@@ -162,7 +169,7 @@ def test_two_processes_are_one(
         {"words": [*run("sgd2", 2, 2), *SGD], "stop_at": None},
         {"words": [*run("adam2", 2, 2), *ADAM], "stop_at": 4},
         *(
-            {"words": other(each, f"other{i}-2", 2, 2), "stop_at": None}
+            {"words": other(each, f"other{i}-2", 2, 4 if DIVIDED in each else 2), "stop_at": None}
             for i, each in enumerate(others)
         ),
     ]

@@ -14,6 +14,7 @@ from draftsmith.core.options import (
     AtLeast1,
     ByContent,
     Directory,
+    LargeTargetOptions,
     Model,
     NamedPrompts,
     NotIdentity,
@@ -26,7 +27,6 @@ from draftsmith.core.options import (
     ShareBelow1,
     Shown,
     Spec,
-    TargetOptions,
     Temperature,
     TopP,
     options,
@@ -181,7 +181,7 @@ class EvalChoices:
 
 
 @options
-class AlignConfig(TargetOptions, RunOptions):
+class AlignConfig(LargeTargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate, report. Open options are chosen."""
 
     target: ByContent[Model]
@@ -245,6 +245,10 @@ class AlignConfig(TargetOptions, RunOptions):
             raise InputError("init: makes the draft that --draft would name; give one of the two")
         if self.init is not None and self.kind not in (None, "lm"):
             raise InputError(f"kind: --init {self.init} makes a language model, lm")
+        if self.init is not None and (self.target_parallel > 1 or self.target_device_map):
+            raise InputError(
+                "init: reads a whole target; make the draft by draftsmith init, and give --draft"
+            )
         if self.kind == "lm" and self.init is None and self.draft is None:
             raise InputError("kind: lm needs a model to start from; add --init prune, or --draft")
         if self.policy == "id":

@@ -18,7 +18,7 @@ from draftsmith.core.models import (
 )
 from draftsmith.core.prompt_rows import iterate_rows, parse_named
 from draftsmith.core.prompts import PromptSet, room_for_prompts
-from draftsmith.core.ranks import launched
+from draftsmith.core.ranks import groups
 from draftsmith.core.settings import ResolvedSampling, loading, resolve_sampling, tokenizing
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode.recorded.steps import check_backend
@@ -123,7 +123,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         on_gpu=on_gpu,
         gpu_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
         cache_bytes=_cache_bytes(target),
-        processes=launched(),
+        processes=groups(),
         target_parameters=parameter_count(target),
         target_read=read,
         draft_parameters=size,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import Stages, stages_of
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.ranks import launched
+from draftsmith.core.ranks import groups
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder
 from draftsmith.decode.tree import chain
@@ -141,9 +141,9 @@ class StepTimes:
         heldout = config.heldout_prompts or evaluation.max_prompts
         prompts = min(evaluation.max_prompts, heldout)
         return {
-            "distil": written * self.answer_s / launched(),
-            "train": _WITH_HELDOUT * (read * self.read_s + trained * self.train_s) / launched(),
-            "evaluate": self.counted_s * prompts / launched()
+            "distil": written * self.answer_s / groups(),
+            "train": _WITH_HELDOUT * (read * self.read_s + trained * self.train_s) / groups(),
+            "evaluate": self.counted_s * prompts / groups()
             + self.timed_s * min(prompts, evaluation.speed_prompts),
         }
 

@@ -9,7 +9,7 @@ from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.prompt_rows import NAME, parse_named
-from draftsmith.core.ranks import launched
+from draftsmith.core.ranks import groups
 from draftsmith.core.settings import loading
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.draft_sources import JOINED
@@ -105,10 +105,10 @@ def train_config(config: AlignConfig, name: str) -> TrainConfig:
     options = config.train
     replayed = 0.0 if name in config.plain_drafts() else options.replay_fraction
     rows = options.rows_per_step
-    batch = options.batch_size * launched()
+    batch = options.batch_size * groups()
     if rows % batch:
         raise InputError(
-            f"train.batch_size: {options.batch_size} on {launched()} processes does not divide "
+            f"train.batch_size: {options.batch_size} on {groups()} processes does not divide "
             f"train.rows_per_step, {rows}; change one of them"
         )
     kind = _kind(config)

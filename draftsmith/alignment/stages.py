@@ -46,9 +46,9 @@ from draftsmith.core.models import experts_per_token
 from draftsmith.core.options import command_line, configured, options_of, value_at
 from draftsmith.core.progress import waiting
 from draftsmith.core.prompts import PromptSet
-from draftsmith.core.ranks import from_main, on_main, say
+from draftsmith.core.ranks import from_each, from_main, on_main, say, with_target
 from draftsmith.core.runs import Run
-from draftsmith.core.settings import loading
+from draftsmith.core.settings import LARGE, loading
 from draftsmith.core.template_date import fix_date
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
@@ -86,7 +86,8 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
     join_processes(config.device, config)
     with Run(out) as run:
         run.begin()
-        config, stages = from_main(lambda: _settle(_started(config, run), out, command))
+        config = from_main(partial(_started, config, run))
+        config, stages = _settle(config, out, command)
         say(f"\n1/3 distil: {config.target} answers {stages.distill.prompts}")
         distill(stages.distill)
         if stages.general is not None:
@@ -161,10 +162,15 @@ def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, 
     the stages.
     """
     file = out / "align.yaml"
-    if not file.exists():
-        begun = _begin(config, file, command)
+    if not from_main(file.exists):
+        begun = with_target(partial(_begin, config, file, command))
         _free()
         return begun
+    return from_main(partial(_continued, config, file, command))
+
+
+def _continued(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
+    out = file.parent
     whole = _resumed(config, file, command)
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
@@ -214,9 +220,11 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         times = replace(times, pays_from=None)
     budget_s = math.inf if config.time_budget is None else seconds_of(config.time_budget)
     spent_s = time.monotonic() - began
+    # Processes that hold the target together choose by the clock of the first.
+    costs, times, spent_s = from_each(lambda: (costs, times, spent_s))[0]
     whole, chosen = within(config, facts, times.of_stages, budget_s, spent_s)
     stages = stages_of(whole)
-    _divide(config, prompts, whole.heldout_prompts)
+    on_main(partial(_divide, config, prompts, whole.heldout_prompts))
     say(expected(times.of_stages(whole)))
     if config.time_budget is not None:
         say(bought(config, facts, times.of_stages, whole, spent_s))
@@ -225,8 +233,9 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         say(line)
     if costs:
         say(pays(costs, mixture=experts_per_token(models.target) > 0))
-    write_text_atomic(file.parent / _TIMES, json.dumps(dataclasses.asdict(times)))
-    _write_chosen(file, command, whole, chosen)
+    kept = json.dumps(dataclasses.asdict(times))
+    on_main(partial(write_text_atomic, file.parent / _TIMES, kept))
+    on_main(partial(_write_chosen, file, command, whole, chosen))
     return whole, stages
 
 
@@ -321,7 +330,7 @@ def _started(config: AlignConfig, run: Run) -> AlignConfig:
             prompt_tokens=config.prompt_tokens,
             seed=config.seed,
             chat_template=config.chat_template,
-            **loading(config),
+            **{key: value for key, value in loading(config).items() if key not in LARGE},
         )
         with waiting("align: makes the draft"):
             summary = made(options, config.train.draft_vocab_size)

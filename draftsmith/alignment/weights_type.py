@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.core.device_map import in_parts
 from draftsmith.core.models import load_model
 from draftsmith.core.ranks import say
 from draftsmith.core.sampling import Sampling
@@ -28,10 +29,10 @@ def with_type(
     config: AlignConfig, target: PreTrainedModel, prompts: Sequence[Sequence[int]]
 ) -> AlignConfig:
     """Return the options with the faster type of weights, and say what it costs. A type that is
-    given stays, and so does the checkpoint's where there is a GPU or the target is quantised.
+    given stays, and so does the usual one on a GPU, of 4 bits, and of a target in parts.
     """
-    quantised = getattr(target, "is_quantized", False)
-    if config.dtype != "auto" or target.device.type != "cpu" or quantised:
+    fixed = getattr(target, "is_quantized", False) or in_parts(target)
+    if config.dtype != "auto" or target.device.type != "cpu" or fixed:
         return config
     half = load_model(config.target, **loading(replace(config, dtype="bfloat16")))
     dtype, why = faster_type(target, half, prompts)
