@@ -28,7 +28,7 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.drafts.config import BLOCK_KINDS
-from draftsmith.train.objective import parse_objective
+from draftsmith.train.objective import Objective, parse_objective
 
 
 @options
@@ -217,6 +217,17 @@ class TrainConfig(RunOptions, LargeTargetOptions):
 
     def __post_init__(self) -> None:
         objective = parse_objective(self.objective, self.loss_temperature)
+        self._check_kind()
+        for key, wrong, reason in self._rules(objective):
+            if wrong:
+                raise InputError(f"{key}: {reason}")
+        if not objective.needs_target:
+            refuse_unused(self, {"loss_temperature": "`ce` has none"})
+        if not self.states_from:
+            refuse_unused(self, {"states_gib": "it limits states_from"})
+        self._check_head()
+
+    def _check_kind(self) -> None:
         head = self.kind != "lm"
         for key in ("draft_config", "torch_compile"):
             if head and getattr(self, key):
@@ -225,9 +236,13 @@ class TrainConfig(RunOptions, LargeTargetOptions):
             raise InputError(
                 f"gradient_checkpointing: is for lm, {', '.join(_UNROLLED_KINDS)}, not {self.kind}"
             )
+
+    def _rules(self, objective: Objective) -> list[tuple[str, object, str]]:
+        """Options, whether they are wrong together with others, and why."""
+        head = self.kind != "lm"
         untaught = not self.target and (head or self.head.features or self.states)
         unmixed = self.mixing_temperature != 1 and (len(self.data) < 2 or self.packing)
-        rules: list[tuple[str, object, str]] = [
+        return [
             (
                 "draft",
                 not (head or self.draft or self.draft_config),
@@ -262,13 +277,8 @@ class TrainConfig(RunOptions, LargeTargetOptions):
             ("states_from", self.states_from and not self.states, "needs states, their directory"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]
-        for key, wrong, reason in rules:
-            if wrong:
-                raise InputError(f"{key}: {reason}")
-        if not objective.needs_target:
-            refuse_unused(self, {"loss_temperature": "`ce` has none"})
-        if not self.states_from:
-            refuse_unused(self, {"states_gib": "it limits states_from"})
+
+    def _check_head(self) -> None:
         unread = {"features": "states replace it"} if self.states else {}
         if self.head.features is None:
             unread["features_gib"] = "it limits head.features"

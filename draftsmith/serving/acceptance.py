@@ -92,24 +92,13 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     groups = groups_of([each.prompt for each in asked])
     emitted = counted(answers)
     predicted = replay(case, tokens)
-    picks = resamples(groups, RESAMPLES, seed=0)
-    likelihood = estimate(predicted.likelihood, picks)
+    likelihood = estimate(predicted.likelihood, resamples(groups, RESAMPLES, seed=0))
     own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
     if not own_texts:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
     counts = Compared(emitted, predicted.tokens, groups)
-    away = counts.away
-    less = (away["value"] or 0.0) < -counts.margin
-    patterns = less_later(counts, asked)
-    if own_texts:  # then require a significant difference, too
-        less = less and not close(away, 0.0, 0.0)
-        patterns = find_patterns(counts, asked, less, tokens) + patterns
-    tried = _try(_to_try(own_texts, less), case, tokens, counts, patterns)
-    for pattern in patterns:
-        tried.append(pattern.row(emitted, likelihood))
-    tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
-    cause = next((row for row in tried if row["fits"]), None)
+    judged = _judge(counts, asked, case, tokens, likelihood)
     kept = served_rows(asked)
     facts = told | {
         "draft_tokens": tokens,
@@ -128,14 +117,14 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "prompt_groups": groups,
         "remarks": [remark["text"] for remark in of_groups({"prompts": groups})],
         "served": {
-            "tokens_per_call": estimate(emitted, picks),
-            "by_depth": _served_by_depth(answers, tokens, picks),
+            "tokens_per_call": estimate(emitted, counts.picks),
+            "by_depth": _served_by_depth(answers, tokens, counts.picks),
         },
         "predicted": {
-            "tokens_per_call": estimate(predicted.tokens, picks),
-            "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, picks),
+            "tokens_per_call": estimate(predicted.tokens, counts.picks),
+            "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, counts.picks),
         },
-        "difference": away,
+        "difference": counts.away,
         "by_length": by_length(counts, asked),
         "by_cached": by_cached(counts, asked),
         "readings": {
@@ -146,9 +135,33 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "rows": kept,
         "against": against,
         "likelihood": likelihood,
-        "verdict": "less than predicted" if less or patterns else "as predicted",
         "own_texts": own_texts,
         "other_target": next(iter(other_targets([config.draft], pair.target)), None),
+        **judged,
+    }
+
+
+def _judge(
+    counts: Compared,
+    asked: Sequence[ServedPrompt],
+    case: Case,
+    tokens: int,
+    likelihood: Estimate,
+) -> JsonObject:
+    """Return the verdict, the likely cause of less with its remedy, and what was tried."""
+    own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
+    less = (counts.away["value"] or 0.0) < -counts.margin
+    patterns = less_later(counts, asked)
+    if own_texts:  # then require a significant difference, too
+        less = less and not close(counts.away, 0.0, 0.0)
+        patterns = find_patterns(counts, asked, less, tokens) + patterns
+    tried = _try(_to_try(own_texts, less), case, tokens, counts, patterns)
+    for pattern in patterns:
+        tried.append(pattern.row(counts.served, likelihood))
+    tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
+    cause = next((row for row in tried if row["fits"]), None)
+    return {
+        "verdict": "less than predicted" if less or patterns else "as predicted",
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
         "remedy": cause and REMEDIES[cause["suspect"]],
         "tried": tried,

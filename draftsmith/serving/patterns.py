@@ -6,6 +6,7 @@ Legend: P prompts, G groups of equal prompts, S splits of groups, R permutations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class Compared:
     predicted: PromptSums
     groups: Sequence[int]
 
-    @property
+    @cached_property
     def picks(self) -> Resamples:
         return resamples(self.groups, RESAMPLES, seed=0)
 
@@ -45,7 +46,7 @@ class Compared:
     def margin(self) -> float:
         return ACCEPTED_MARGIN * ((self.predicted.pooled or 1.0) - 1)
 
-    @property
+    @cached_property
     def away(self) -> Estimate:
         return difference(self.served, self.predicted, self.picks)
 
