@@ -46,7 +46,6 @@ from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import Remark, ResultsDocument
-from draftsmith.eval.seeds import of_runs
 from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.tracking import track
 
@@ -94,7 +93,6 @@ def evaluate_request(request: EvalRequest) -> Results:
             say(f"eval: {found.note}")
         request = request.resolved(found.sampling, date_of(pair.tokenizer))
         models = model_rows(given.target, pair.target, request.drafts, drafts)
-        notes += announce(of_runs(models), strict=given.strict)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         of_target = remarks.of_target(given.target, pair.target)

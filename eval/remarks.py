@@ -24,6 +24,7 @@ from draftsmith.drafts.load import other_targets
 from draftsmith.eval.decoding import Identity
 from draftsmith.eval.method import Method
 from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
+from draftsmith.eval.seeds import of_runs
 from draftsmith.eval.suites import Suite
 
 # Length of the token n-grams that near-duplicates share.
@@ -150,9 +151,10 @@ def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remar
 
 
 def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None) -> Iterator[Remark]:
-    """Find drafts that are not smaller than the target, and heads that an option does not apply
-    to.
+    """Find drafts that are not smaller than the target, heads that an option does not apply to, and
+    runs that are not training seeds of one draft.
     """
+    yield from of_runs(models)
     size = read_of(models["target"])
     for name, row in models.items():
         if not row["parameters"]:

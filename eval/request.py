@@ -150,11 +150,15 @@ def check(config: EvalConfig) -> EvalRequest:
         methods=named,
         copying=[name for name, source in first.items() if copies_first(source)],
     )
+    _check_requirements(config, scope)
+    return EvalRequest(config, drafts, base, id_sets, ood_sets, asked, methods)
+
+
+def _check_requirements(config: EvalConfig, scope: Scope) -> None:
     for text in config.require:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
-        if requirement.figure == "transfer" and not ood_sets:
+        if requirement.figure == "transfer" and not scope.ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
         requirement.keys(scope)
-    return EvalRequest(config, drafts, base, id_sets, ood_sets, asked, methods)
