@@ -29,6 +29,7 @@ def hybrid_dir(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_a_hybrid_target_from_answers_to_decoding(
     hybrid_dir, draft_dir, prompts_file, tmp_path, door
 ):

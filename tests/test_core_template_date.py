@@ -127,7 +127,7 @@ def test_a_set_that_is_resumed_on_another_day_has_one_date(chats, door, today, t
 
 
 def test_training_and_evaluation_go_on_with_the_date_of_the_set(
-    chats, door, today, draft_dir, target_dir
+    chats, door, today, draft_dir, target_dir, undrawn
 ):
     today("2026-11-26")
     door.ok(*chats, "--out", "set")

@@ -231,7 +231,7 @@ def test_a_tree_is_refused_and_a_chain_is_the_default():
 
 
 # Every kind and every proposer; what one does to the other is seen greedily, for every two.
-@pytest.mark.slow
+@pytest.mark.slow(25)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -267,6 +267,7 @@ def test_output_distribution_is_the_targets(kind, name):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("undrawn")
 def test_the_commands_take_a_target_with_a_state(door, draft_dir, prompts_file, tmp_path):
     target = copy.deepcopy(hybrid("qwen3_next", vocabulary=290))
     target.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1)

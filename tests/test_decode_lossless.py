@@ -595,7 +595,7 @@ def test_a_step_is_one_graph(variant, tree, verifier):
     check_one_graph(variant, tree, verifier, "eager", SAMPLED)
 
 
-@pytest.mark.slow(20)
+@pytest.mark.slow(15)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_is_one_graph(variant):
     # Tracing takes a second a step. How a tree is drafted is the same code for every network, and a

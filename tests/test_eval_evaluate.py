@@ -382,7 +382,7 @@ def test_an_evaluation_is_timed_again_and_all_else_is_kept(world, summary, tmp_p
     assert speeds[0] != speeds[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(30)
 def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
     """But for the clock, and for what is said of it."""
     words = [

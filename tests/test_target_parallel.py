@@ -146,7 +146,7 @@ def counted(out: Path) -> dict[str, Any]:
     return kept
 
 
-@pytest.mark.slow(100)
+@pytest.mark.slow(50)
 def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch, undrawn):
     """Distilled rows, losses and decoded tokens; a rank that is killed resumes. Teacher rows are
     rounded sums, which differ in shares.
