@@ -303,7 +303,10 @@ def _hopeless(results: ResultsTable) -> list[Shortfall]:
                 settings.setdefault(how, []).append(Tokens.of(results, row))
         if settings and all(map(_too_few, settings.values())):
             nearest = min(chain.from_iterable(settings.values()), key=lambda each: each.lacks)
-            found.append(Shortfall(draft, nearest, steps_for(results.heldout(draft), nearest)))
+            steps = steps_for(results.heldout(draft), nearest)
+            if nearest.needed > results.most_tokens(nearest.tau["tree"]):
+                steps = None
+            found.append(Shortfall(draft, nearest, steps))
     return found
 
 

@@ -1,5 +1,6 @@
 """Look up figures of results.json by draft, prompt set, temperature and method."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -111,6 +112,15 @@ class ResultsTable:
     def methods(self) -> list[How]:
         """Tree and verifier of every decoding method."""
         return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
+
+    def most_tokens(self, tree: str | None) -> float:
+        """The tokens per call that a tree brings at most; of one that grows, and of one that was
+        not decoded, it is not known.
+        """
+        for method in self.document["methods"]:
+            if method["tree"] == tree and "parents" in method["shape"]:
+                return 1 + len(method["shape"]["parents"])
+        return math.inf
 
     def methods_of(self, draft: str) -> list[How]:
         """Tree and verifier of every method that a draft was decoded with."""

@@ -233,7 +233,10 @@ def test_a_draft_that_cannot_pay_is_not_evaluated_for_long(
     monkeypatch.setattr(weights_type, "faster_type", lambda *_: timed)
     times = StepTimes(1.0, 1.0, 1.0, 1.0, 1.0, pays_from=50.0)
     monkeypatch.setattr(stages, "time_steps", lambda *_: times)
-    words: list[object] = ["--target", target_dir, "--draft", draft_dir, "--out", out]
+    target = tmp_path / "target"
+    shutil.copytree(target_dir, target)
+    load_model(target_dir, device="cpu", dtype="bfloat16").save_pretrained(target)
+    words: list[object] = ["--target", target, "--draft", draft_dir, "--out", out]
     # Prompts that differ, so that the few that are measured have intervals.
     drawn = random.Random(0)
     texts = ["".join(drawn.choices("abcdefghij ", k=30)) for _ in range(24)]

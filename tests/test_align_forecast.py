@@ -55,24 +55,24 @@ def test_a_step_of_an_untrained_draft_is_timed():
 
 
 def test_the_faster_type_is_taken_and_what_it_costs_is_said():
-    """Clocks are injected: every round of a type takes the next of its times."""
+    """Clocks are injected."""
     target = tiny_llama(0)
     prompts = [[3, 4, 5], [6, 7]]
 
-    def timed(whole: float, half: float) -> tuple[str, str]:
-        # The first round packs weights, and one of the others is disturbed.
-        rounds = [(9.0, 1.0), (whole, half), (whole, half), (whole, 50 * half)]
+    def timed(*rounds: tuple[float, float]) -> tuple[str, str]:
+        # The first round packs weights, and does not count.
+        rounds = ((1.0, 9.0), *rounds)
         ends = accumulate(step for whole, half in rounds for step in (1.0, whole, half))
         return faster_type(target, target, prompts, lambda: next(ends))
 
-    assert timed(3.0, 2.0) == (
+    assert timed((3.0, 2.0), (6.0, 2.0), (3.0, 2.0)) == (
         "bfloat16",
         "dtype: bfloat16; float32 takes 1.50 times as long here. 2 of 2 greedy answers of 16 "
         "tokens are equal in both; --dtype fp32 keeps float32",
     )
-    said = "dtype: float32; bfloat16 takes 2.00 times as long here"
-    assert timed(2.0, 4.0) == ("float32", said)
-    assert timed(2.0, 1.9)[0] == "float32", "a small gain is not worth the rounding"
+    said = "dtype: float32; bfloat16 is not clearly faster here"
+    for last in ((2.0, 4.0), (2.0, 1.9)):
+        assert timed((3.0, 1.0), (3.0, 1.0), last) == ("float32", said)
 
 
 def test_a_type_that_is_given_is_taken():
@@ -202,7 +202,7 @@ def test_a_run_that_goes_on_has_a_forecast_of_what_it_does_now(tmp_path, capsys)
     (tmp_path / "step_times.json").write_text(json.dumps(asdict(times)))
     for steps, hours in ((begun.train.steps, None), (300, "4.7 h")):
         shorter = replace(options(train=TrainChoices(steps=steps)), out=str(tmp_path))
-        stages._settle(shorter, tmp_path, "draftsmith align")
+        stages._settle(shorter, tmp_path, "draftsmith align", 0.0)
         hours = hours or duration(times.of_stages(begun)["train"])
         said = capsys.readouterr().err
         assert "of the whole run, expected at most: distil " in said

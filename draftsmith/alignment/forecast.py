@@ -3,9 +3,9 @@ most.
 """
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import TrainConfig
+from draftsmith.train.draft_setup import is_untrained
 from draftsmith.train.features import FrozenTarget
 from draftsmith.train.objective import parse_objective
+from draftsmith.train.optimizer import make_optimizer
 from draftsmith.train.trainees import TRAINEES
 
 # The chain whose step is timed, tokens of a timed run, and interleaved rounds.
@@ -115,6 +117,7 @@ class StepTimes:
     """Seconds that were timed: of an answer of full length; of reading a row by the target, and of
     training on it; of a prompt of the evaluation in all its ways, together with others and alone.
     pays_from: tokens per target call that the cheapest tree needs; None if that was not timed.
+    step_s: of the optimizer.
     """
 
     answer_s: float
@@ -123,6 +126,7 @@ class StepTimes:
     counted_s: float
     timed_s: float
     pays_from: float | None = None
+    step_s: float = 0.0
 
     def of_stages(self, config: AlignConfig) -> dict[str, float]:
         """Return how long each stage takes at most, if no drafted token is accepted."""
@@ -142,7 +146,8 @@ class StepTimes:
         prompts = min(evaluation.max_prompts, heldout)
         return {
             "distil": written * self.answer_s / groups(),
-            "train": _WITH_HELDOUT * (read * self.read_s + trained * self.train_s) / groups(),
+            "train": steps * self.step_s
+            + _WITH_HELDOUT * (read * self.read_s + trained * self.train_s) / groups(),
             "evaluate": self.counted_s * prompts / groups()
             + self.timed_s * min(prompts, evaluation.speed_prompts),
         }
@@ -174,19 +179,22 @@ def time_steps(
     prefill_s, step_s = _answering_s(alone, prompts[:1], max(evaluation.temperature))
     timed_s = ways * (prefill_s + tokens * step_s)
     run = next(iter(stages.training.values()))
-    read_s, train_s = _row_s(models.target, draft, run, options.max_new_tokens)
+    usual = round(mean(map(len, prompts))) + options.max_new_tokens
+    length = min(usual, run.max_length)
+    read_s, train_s = _row_s(models.target, draft, run, length, options.max_new_tokens)
+    step_s = _step_s(draft, run)
     # No tree drafts in less than one call; the chain took two.
     pays_from = 1 + (min(costs.values()) - 1) / _CHAIN if costs else None
-    return StepTimes(answer_s, read_s, train_s, counted_s, timed_s, pays_from)
+    return StepTimes(answer_s, read_s, train_s, counted_s, timed_s, pays_from, step_s)
 
 
-def expected(seconds: Mapping[str, float]) -> str:
-    """Say how long each stage takes, and what shortens it."""
-    stages = [f"{stage} {duration(each)} ({_SHORTER[stage]})" for stage, each in seconds.items()]
-    return (
-        f"expected at most: {', '.join(stages)}; shorter by the option beside it, or all by "
-        "--time_budget 30m"
-    )
+def expected(seconds: Mapping[str, float], fixed: Collection[str] = ()) -> str:
+    """Say how long each stage takes, and what shortens those that are not fixed."""
+    stages = []
+    for stage, each in seconds.items():
+        by = "" if stage in fixed else f" ({_SHORTER[stage]})"
+        stages.append(f"{stage} {duration(each)}{by}")
+    return f"expected at most: {', '.join(stages)}"
 
 
 def _answering_s(
@@ -204,10 +212,10 @@ def _answering_s(
 
 
 def _row_s(
-    target: PreTrainedModel, draft: Draft, run: TrainConfig, answer_tokens: int
+    target: PreTrainedModel, draft: Draft, run: TrainConfig, length: int, answer_tokens: int
 ) -> tuple[float, float]:
     """Time a row of training: reading it by the target, and all that the draft does with it."""
-    ids_BT = torch.zeros(1, run.max_length, dtype=torch.long, device=target.device)
+    ids_BT = torch.zeros(1, length, dtype=torch.long, device=target.device)
     labels_BT = ids_BT.clone()
     labels_BT[:, :-answer_tokens] = IGNORE
     batch = Batch(ids_BT, labels_BT)
@@ -229,6 +237,15 @@ def _row_s(
         trainee.target.read = lambda *_, states=states: states  # type: ignore[method-assign]
         trainee(batch).loss.backward()
     return read - began, _now(target) - read
+
+
+def _step_s(draft: Draft, run: TrainConfig) -> float:
+    """Time a step of the optimizer, with the gradients of the timed row."""
+    name = run.optim.name or ("muon" if is_untrained(run.draft) else "adamw")
+    optimizer = make_optimizer(draft, replace(run.optim, name=name, lr=run.optim.lr or 1e-4))
+    began = time.perf_counter()
+    optimizer.step()
+    return time.perf_counter() - began
 
 
 def _now(target: PreTrainedModel) -> float:

@@ -79,6 +79,7 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
 
 def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignConfig, Results]:
     """Do what `align` does; return also the options with nothing left open. command: as typed."""
+    began = time.monotonic()
     out = Path(config.out)
     command = command or command_line("align", config)
     if config.push_to_hub is not None:
@@ -87,7 +88,7 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
     with Run(out) as run:
         run.begin()
         config = from_main(partial(_started, config, run))
-        config, stages = _settle(config, out, command)
+        config, stages = _settle(config, out, command, began)
         say(f"\n1/3 distil: {config.target} answers {stages.distill.prompts}")
         distill(stages.distill)
         if stages.general is not None:
@@ -157,13 +158,15 @@ def _free() -> None:
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
-def _settle(config: AlignConfig, out: Path, command: str) -> tuple[AlignConfig, Stages]:
+def _settle(
+    config: AlignConfig, out: Path, command: str, began: float
+) -> tuple[AlignConfig, Stages]:
     """Return the options with nothing left open, from align.yaml if a run began here, and those of
-    the stages.
+    the stages. began: when the command did, for its budget.
     """
     file = out / "align.yaml"
     if not from_main(file.exists):
-        begun = with_target(partial(_begin, config, file, command))
+        begun = with_target(partial(_begin, config, file, command, began))
         _free()
         return begun
     return from_main(partial(_continued, config, file, command))
@@ -175,13 +178,15 @@ def _continued(config: AlignConfig, file: Path, command: str) -> tuple[AlignConf
     check_unchanged(config.prompts, out / "prompts")
     say(f"{file}: continuing what was begun here")
     if times := _times(out):
-        say(f"of the whole run, {expected(times.of_stages(whole))}")
+        # Its answers are what they were to be.
+        say(f"of the whole run, {expected(times.of_stages(whole), fixed=['distil'])}")
     return whole, stages_of(whole)
 
 
-def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
+def _begin(
+    config: AlignConfig, file: Path, command: str, began: float
+) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
-    began = time.monotonic()
     earlier = None if config.distilled is None else earlier_run(config.distilled)
     if earlier is not None:
         config = as_earlier(config, earlier)
@@ -193,12 +198,6 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         models = load(config)
         config = replace(config, date=fix_date(models.tokenizer, config.date))
         facts, prompts = look(config, models)
-    ids = [prompt.ids for prompt in prompts.prompts]
-    with waiting("align: times the target in float32 and in bfloat16"):
-        typed = with_type(config, models.target, ids)
-        if typed.dtype not in (config.dtype, "float32"):
-            models = load(typed)
-        config = typed
     if config.date is not None:
         say(f"the chat template prints the date; in this run it is {config.date}")
     usual, _ = complete(config, facts)
@@ -209,7 +208,12 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
         say(size)
     if earlier is not None:
         check_same(usual, earlier, models.target)
+    ids = [prompt.ids for prompt in prompts.prompts]
+    typed = with_type(config, models.target, ids)
     with waiting("align: times some steps of each stage"):
+        if typed.dtype not in (config.dtype, "float32"):
+            models = load(typed)
+        config = typed
         draft = untrained(models, stages)
         costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
         times = time_steps(stages, models, draft, ids, costs)
@@ -225,7 +229,8 @@ def _begin(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, 
     whole, chosen = within(config, facts, times.of_stages, budget_s, spent_s)
     stages = stages_of(whole)
     on_main(partial(_divide, config, prompts, whole.heldout_prompts))
-    say(expected(times.of_stages(whole)))
+    shorter = "; shorter by the option beside it, or all by --time_budget 30m"
+    say(expected(times.of_stages(whole)) + ("" if config.time_budget else shorter))
     if config.time_budget is not None:
         say(bought(config, facts, times.of_stages, whole, spent_s))
     prompts.say_skipped()
