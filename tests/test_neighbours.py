@@ -24,6 +24,7 @@ import draftsmith as ds
 from benchmarks.lib.engines import ask, complete, llama_server, work
 from draftsmith.core.models import load_model
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.config import GGUF_TYPES
 from draftsmith.drafts.heads import Head, save_head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -313,6 +314,43 @@ def test_llama_cpp_continues_as_models_of_every_family_do(family, tmp_path):
     )
     ds.export(config)
     proven_by_llama_cpp(model.eval(), tmp_path / "out" / FILE, server)
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """A target whose rows are blocks of 32 values, its prompts' greedy answers, and its GGUF."""
+    place = tmp_path_factory.mktemp("even")
+    model = stirred(LlamaForCausalLM(LlamaConfig(**SHAPE)), 0.3).eval()
+    model.save_pretrained(place / "model")
+    load_tokenizer(str(PAIR / "target")).save_pretrained(place / "model")
+    name = str(place / "model")
+    ds.export(ds.ExportConfig(draft=name, format="gguf", out=str(place / "out"), type="F32"))
+    pair = ds.load_pair(name, device="cpu", dtype="float32")
+    answers = [
+        (
+            pair.encode(text),
+            pair.generate(text, temperature=0, max_new_tokens=TOKENS, ignore_eos=True),
+        )
+        for text in TEXTS
+    ]
+    return name, place / "out" / FILE, answers
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_llama_cpp_drafts_with_matrices_of_every_type(kind, even, tmp_path):
+    """The target drafts for itself: rounding it changes what is accepted, and no answer."""
+    server = engine("llama-server")
+    name, target, answers = even
+    ds.export(ds.ExportConfig(draft=name, format="gguf", out=str(tmp_path / "out"), type=kind))
+    words = f"--spec-type draft-simple --spec-draft-n-max {AHEAD} -c 256 -np 1 -t 1 -fa off".split()
+    words += ["-m", str(target), "-md", str(tmp_path / "out" / FILE)]
+    words += "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-draft-p-min 0".split()
+    with llama_server(server, words) as port:
+        rows = [complete(port, prompt, TOKENS) for prompt, _ in answers]
+    assert [row["tokens"] for row in rows] == [out.output_ids for _, out in answers]
+    drafted = sum(row["timings"]["draft_n"] for row in rows)
+    share = sum(row["timings"]["draft_n_accepted"] for row in rows) / drafted
+    assert share == 1.0 if kind == "F32" else share > 0
 
 
 @pytest.fixture(scope="module")
