@@ -85,7 +85,7 @@ def test_held_states_save_forwards_and_change_no_bit(
         cache = ["--head.features", str(tmp_path / "features")] if name == "disk" else []
         _, err = door.ok(*words, *more, *cache, "--out", tmp_path / name)
         # What a cache will take on disk is said before the first step.
-        assert ("features of all rows take 0.0" in err) == (name == "disk")
+        assert ("states of all rows take 0.0" in err) == (name == "disk")
         made = [
             (tmp_path / name / file).read_bytes()
             for file in ("model.safetensors", "run/metrics.jsonl")

@@ -228,7 +228,7 @@ def decided(
         "drafts": list(drafts),
         "temperatures": [1.0],
         "config": {"seed": seed, "bootstrap": bootstrap},
-        "methods": [{"tree": METHOD.tree, "verifier": METHOD.verifier, "lossless": True}],
+        "methods": [METHOD.facts | {"lossless": True}],
         "models": {name: model_row(name) for name in drafts},
         "suites": list(suite_rows(setting)),
         "rows": [row for make in tables for row in make(setting, measured)],
