@@ -142,12 +142,22 @@ class PackedEmbedding(Packed, nn.Embedding):
     """`nn.Embedding` with a packed weight, shared with the output projection."""
 
 
-# The scale comes first in the order of classes, so that it multiplies what was unpacked.
-class PackedGemma2Embedding(Gemma2TextScaledWordEmbedding, PackedEmbedding):
+class _PackedScaled(PackedEmbedding):
+    """An embedding that is scaled: its own forward reads the dtype of `weight`, which would unpack
+    it.
+    """
+
+    embed_scale: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.embed_scale.to(self.dtype)
+
+
+class PackedGemma2Embedding(_PackedScaled, Gemma2TextScaledWordEmbedding):
     """Gemma 2's embedding with a packed weight."""
 
 
-class PackedGemma3Embedding(Gemma3TextScaledWordEmbedding, PackedEmbedding):
+class PackedGemma3Embedding(_PackedScaled, Gemma3TextScaledWordEmbedding):
     """Gemma 3's embedding with a packed weight."""
 
 

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 from draftsmith.core.models import fingerprint
 from draftsmith.core.sampling import Sampling
@@ -248,10 +256,26 @@ def test_a_projection_that_others_hold_is_packed_for_them_too():
     )
 
 
-@pytest.mark.parametrize("kind", list(HEADS))
-def test_no_weight_is_unpacked_while_a_head_drafts(kind, monkeypatch):
+def scaled_model(kind: str) -> PreTrainedModel:
+    """A model whose embedding, its output projection too, is scaled."""
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = AutoConfig.for_model(kind, **sizes, **heads)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_((parameter * (4 if parameter.ndim == 2 else 1)).bfloat16().float())
+    return model.eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [*(("llama", kind) for kind in HEADS), ("gemma2", "eagle3"), ("gemma3_text", "eagle3")],
+)
+def test_no_weight_is_unpacked_while_a_head_drafts(family, kind, monkeypatch):
     monkeypatch.setattr(packed_weights, "_SMALLEST", 0)
-    target = sixteen_bit_model("llama")
+    target = sixteen_bit_model(family) if family == "llama" else scaled_model(family)
     head = stirred_head(kind, target)
     plain = SpeculativeDecoder(target, HeadProposer(head, fast=False), tree="chain:3", fast=False)
     prompts = [[5, 6, 7], [8, 9]]
