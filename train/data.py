@@ -97,7 +97,7 @@ class Examples:
             yield document_tokens([rows[self.rows_of(document)[-1]]])
 
     def rows_of(self, document: int) -> list[int]:
-        """The rows of a document, the last of which holds the others."""
+        """Return the rows of a document. Its last row contains the tokens of all."""
         return [document] if self.sequences is None else self.sequences[document]
 
     @cached_property

@@ -386,8 +386,8 @@ def _resumed(config: AlignConfig, file: Path, command: str) -> AlignConfig:
 
 
 def _rewrite(file: Path, config: AlignConfig, changed: Collection[str], command: str) -> None:
-    """Write other values of some options, without the reasons of those that they replace, and the
-    command that goes on with the run.
+    """Replace the values of some options, drop the reasons of the old values, and write the command
+    that continues the run.
     """
     old = (BEGUN_BY, *(f"#   {key} " for key in changed))
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
