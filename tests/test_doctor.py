@@ -374,8 +374,8 @@ def test_a_plan_writes_vllms_settings_and_schedule(tmp_path, capsys):
     row = {"engine": "vllm", "draft_tokens": 3, "options": options, "settings": settings}
     schedule = [[1, 1, 5], [2, 4, 2], [5, 8, 0]]
     batches = [
-        {"batch_size": 1, "draft_tokens": 5, "speedup": 1.4},
-        {"batch_size": 8, "draft_tokens": 0, "speedup": 1.0},
+        {"batch_size": 1, "draft_tokens": 5, "tau": 2.1, "speedup": 1.4},
+        {"batch_size": 8, "draft_tokens": 0, "tau": 1.0, "speedup": 1.0},
     ]
     by_batch = {"vllm": schedule, "batch_sizes": batches, "none_pays_from": 8}
     plan.write_text(json.dumps({"engines": [row], "schedule": by_batch}))

@@ -375,7 +375,7 @@ def test_the_prediction_goes_by_the_servers_own_rule():
     assert rule("vllm", block, draft_sample_method="greedy") == "naive"
     assert rule("vllm", probabilistic, rejection_sample_method="block") == "block"
     assert rule("sglang", {}) == "naive"
-    with pytest.raises(ds.InputError, match="are vLLM's; this is llama.cpp"):
+    with pytest.raises(ds.InputError, match="draft_sample_method: is vLLM's; this is llama.cpp"):
         rule("llamacpp", {}, draft_sample_method="greedy")
 
 

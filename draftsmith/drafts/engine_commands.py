@@ -128,16 +128,18 @@ def planned(plan: JsonObject) -> dict[str, Planned]:
     return found
 
 
+def _worth(row: JsonObject) -> str:
+    worth = f"{row['tau']:.2f} tokens a step, {row['speedup']:.2f}x expected"
+    return (
+        f"{row['draft_tokens']} draft tokens, {worth}" if row["draft_tokens"] else "no draft pays"
+    )
+
+
 def setting_lines(settings: Sequence[JsonObject]) -> list[str]:
     """Say what each setting of an engine is worth, if they differ."""
     if len({round(row["tau"], 3) for row in settings}) < 2:
         return []
-    lines = []
-    for row in settings:
-        named = ", ".join(row["options"].values()) or "default"
-        count = f"{row['draft_tokens']} draft tokens, {row['tau']:.2f} tokens a step"
-        lines.append(f"{named}: {count}, {row['speedup']:.2f}x expected")
-    return lines
+    return [f"{', '.join(row['options'].values()) or 'default'}: {_worth(row)}" for row in settings]
 
 
 def schedule_lines(schedule: JsonObject | None) -> list[str]:
@@ -145,10 +147,7 @@ def schedule_lines(schedule: JsonObject | None) -> list[str]:
     if schedule is None:
         return []
     lines = ["", "by batch size, from steps timed at each:"]
-    for row in schedule["batch_sizes"]:
-        worth = f"{row['draft_tokens']} draft tokens, {row['speedup']:.2f}x expected"
-        worth = worth if row["draft_tokens"] else "no draft pays"
-        lines.append(f"  batch {row['batch_size']}: {worth}")
+    lines += [f"  batch {row['batch_size']}: {_worth(row)}" for row in schedule["batch_sizes"]]
     if (first := schedule["none_pays_from"]) is not None:
         lines.append(f"from batch {first} on no draft pays")
     return lines

@@ -25,7 +25,7 @@ from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options
 from draftsmith.core.template_date import fix_date
-from draftsmith.drafts.load import depth_limit, other_targets
+from draftsmith.drafts.load import depth_limit, kind_of, other_targets
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import (
     Floats,
@@ -37,6 +37,7 @@ from draftsmith.eval.bootstrap import (
     resamples,
 )
 from draftsmith.eval.groups import groups_of
+from draftsmith.eval.planning.serving import rules_of
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
 from draftsmith.pair import Pair, load_pair
@@ -199,21 +200,19 @@ def _rule(
     server: RunningServer, pair: Pair, config: ServedConfig, told: Mapping[str, object]
 ) -> str:
     """Return our verifier for the server's rule: as it was told, else the one with which it can
-    accept most. vLLM can sample drafts, other engines cannot.
+    accept most.
     """
-    names = ("draft_sample_method", "rejection_sample_method")
-    drafts, rejects = (getattr(config, name) for name in names)
-    if server.engine != "vllm":
-        if drafts or rejects:
-            raise InputError(f"{names[0]}, {names[1]}: are vLLM's; this is {NAMES[server.engine]}")
-        return "naive"
-    by_name = {name.rpartition(".")[2]: value for name, value in told.items()}
-    drafts, rejects = drafts or by_name.get(names[0]), rejects or by_name.get(names[1])
-    if drafts is None:
-        drafts = "greedy" if depth_limit(pair.drafts["draft"]) else "probabilistic"
-    if drafts == "greedy":
-        return "naive"  # of drafts that are not drawn, block verification accepts no more
-    return "block" if rejects == "block" else "speculative"
+    engine = NAMES[server.engine]
+    known = {name.rpartition(".")[2]: value for name, value in told.items()}
+    for name in ("draft_sample_method", "rejection_sample_method"):
+        if given := getattr(config, name):
+            known[name] = given
+            if engine != "vLLM":
+                raise InputError(f"{name}: is vLLM's; this is {engine}")
+    known.setdefault("rejection_sample_method", "standard")
+    rules = rules_of(engine.lower(), kind_of(pair.drafts["draft"]))
+    fitting = [rule for rule in rules if rule.options.items() <= (rule.options | known).items()]
+    return fitting[-1].verifier
 
 
 def _case(

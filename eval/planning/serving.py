@@ -1,96 +1,91 @@
 """What a plan says for other engines: draft lengths under their rules, and by batch size."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypedDict
 
 from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.planning.planner import Expected
 
-# Each engine's acceptance rule above temperature 0: our verifier, and a description (engines'
-# sources and documentation, November 2026). At temperature 0 all engines accept what the target
-# would have chosen.
-_GREEDY_DRAFT = ("naive", "the draft takes its most probable token, the target samples")
-_SAMPLED_DRAFT = ("speculative", "the draft samples, accepted with min(1, p/q)")
+
+@dataclass(frozen=True)
+class Rule:
+    """How an engine accepts drafted tokens above temperature 0; at 0 all accept what the target
+    would have chosen. verifier: ours that does the same. options: by which the engine follows it.
+    """
+
+    verifier: str
+    rule: str
+    options: dict[str, str] = field(default_factory=dict)
+
+
+_GREEDY_DRAFT = Rule("naive", "the draft takes its most probable token, the target samples")
+_SAMPLED_DRAFT = Rule("speculative", "the draft samples, accepted with min(1, p/q)")
+# The rules of each engine, its default first (sources and documentation, November 2026; vLLM 0.32,
+# config/speculative.py). The others need the draft's probabilities.
 ENGINE_RULES = {
-    "vllm": _GREEDY_DRAFT,
-    "sglang": _GREEDY_DRAFT,
-    "llama.cpp": _GREEDY_DRAFT,
-    "transformers": _SAMPLED_DRAFT,
-}
-# Settings by which vLLM (0.32, config/speculative.py) follows another rule, for drafts whose
-# probabilities it keeps.
-VLLM_SETTINGS = (
-    ({"draft_sample_method": "probabilistic"}, _SAMPLED_DRAFT),
-    (
-        {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
-        ("block", "the draft samples, all its tokens are verified together"),
+    "vllm": (
+        _GREEDY_DRAFT,
+        replace(_SAMPLED_DRAFT, options={"draft_sample_method": "probabilistic"}),
+        Rule(
+            "block",
+            "the draft samples, all its tokens are verified together",
+            {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"},
+        ),
     ),
-)
+    "sglang": (_GREEDY_DRAFT,),
+    "llama.cpp": (_GREEDY_DRAFT,),
+    "transformers": (_SAMPLED_DRAFT,),
+}
 _KEEPS_PROBABILITIES = ("draft", "eagle", "eagle3", "mtp", "dflash", "dspark", "jetspec")
 
 
-class SettingRow(TypedDict):
-    """The best draft length under one rule at this machine's costs. options: by which the engine
-    follows it.
+class BestLength(TypedDict):
+    """The best draft length at this machine's costs; 0 if no length is faster than the target
+    alone.
     """
 
-    options: dict[str, str]
-    rule: str
-    verifier: str
     draft_tokens: int
     tau: float
     speedup: float
 
 
-class BatchRow(TypedDict):
-    """The best draft length at a batch size; 0 where no length is faster than the target alone."""
+class BatchRow(BestLength):
+    """It at a batch size."""
 
     batch_size: int
-    draft_tokens: int
-    tau: float
-    speedup: float
 
 
-def _best(expected: Expected, verifier: str, lengths: Sequence[int]) -> tuple[int, float, float]:
-    """Return the fastest length, its tokens per step and its speedup."""
-    found = (0, 0.0, -1.0)
+def rules_of(engine: str, kind: str) -> Sequence[Rule]:
+    """Return the rules that an engine can follow with a draft of this kind, its default first."""
+    rules = ENGINE_RULES[engine]
+    return rules if kind in _KEEPS_PROBABILITIES else rules[:1]
+
+
+def _best(expected: Expected, verifier: str, lengths: Sequence[int]) -> BestLength:
+    found = []
     for length in lengths:
         rate, tau = expected.rate(kary((1,) * length), verifier)
         speedup = rate * expected.costs.alone
-        if speedup > found[2]:
-            found = length, tau, speedup
-    return found
+        found.append(BestLength(draft_tokens=length, tau=tau, speedup=speedup))
+    return max(found, key=lambda best: best["speedup"])
 
 
 def engine_rows(kind: str, expected: Expected, lengths: Sequence[int]) -> list[dict[str, Any]]:
-    """Return a row for each engine that loads a draft of this kind: the fastest `SettingRow`, and
-    all of them as `settings`, the engine's default first.
+    """Return a row for each engine that loads a draft of this kind: the fastest rule with its best
+    length, and all rules as `settings`, the engine's default first.
     """
     rows: list[dict[str, Any]] = []
-    for engine, usual in ENGINE_RULES.items():
+    for engine in ENGINE_RULES:
         if kind not in SERVING[engine]:
             continue
-        settings: list[tuple[dict[str, str], tuple[str, str]]] = [({}, usual)]
-        if engine == "vllm" and kind in _KEEPS_PROBABILITIES:
-            settings += VLLM_SETTINGS
         found = []
-        for options, (verifier, rule) in settings:
-            length, tau, speedup = _best(expected, verifier, lengths)
-            found.append(
-                SettingRow(
-                    options=options,
-                    rule=rule,
-                    verifier=verifier,
-                    draft_tokens=length,
-                    tau=tau,
-                    speedup=speedup,
-                )
-            )
+        for rule in rules_of(engine, kind):
+            found.append({**asdict(rule), **_best(expected, rule.verifier, lengths)})
         # Of equal ones the first: at temperature 0 all are.
-        best = max(found, key=lambda row: round(row["speedup"], 6))
-        rows.append({"engine": engine, **best, "settings": found})
+        fastest = max(found, key=lambda row: round(row["speedup"], 6))
+        rows.append({"engine": engine, **fastest, "settings": found})
     return rows
 
 
@@ -103,10 +98,10 @@ def batch_rows(
         planner = replace(expected.planner, batch_size=size)
         rounds = planner.time_steps(expected.texts, trees_fit=False)
         there = Expected(planner, expected.texts, expected.traces, rounds)
-        length, tau, speedup = _best(there, verifier, lengths)
-        if speedup <= 1:
-            length, tau, speedup = 0, 1.0, 1.0
-        rows.append(BatchRow(batch_size=size, draft_tokens=length, tau=tau, speedup=speedup))
+        best = _best(there, verifier, lengths)
+        if best["speedup"] <= 1:
+            best = BestLength(draft_tokens=0, tau=1.0, speedup=1.0)
+        rows.append(BatchRow(batch_size=size, **best))
     return rows
 
 
