@@ -11,20 +11,10 @@ if __name__ == "decode":
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.decode.propose import (
-    PROPOSERS as PROPOSERS,
-    ProposerKind as ProposerKind,
-    default_tree as default_tree,
-)
-from draftsmith.decode.tree import (
-    Drawing as Drawing,
-    DynamicTree as DynamicTree,
-    Tree as Tree,
-    TreeShape as TreeShape,
-)
+from draftsmith.decode.propose import PROPOSERS as PROPOSERS, default_tree as default_tree
+from draftsmith.decode.tree import Tree as Tree, TreeShape as TreeShape
 from draftsmith.decode.tree_spec import (
     TREES as TREES,
-    TreeKind as TreeKind,
     Written as Written,
     parse_tree as parse_tree,
     tree_spec as tree_spec,
@@ -46,25 +36,15 @@ if TYPE_CHECKING:
         BatchOutput as BatchOutput,
         SpeculativeDecoder as SpeculativeDecoder,
     )
-    from draftsmith.decode.lossless import check_lossless as check_lossless
     from draftsmith.decode.packed_weights import take_over as take_over
     from draftsmith.decode.propose.draft_model import DraftModelProposer as DraftModelProposer
     from draftsmith.decode.propose.head_proposers import HeadProposer as HeadProposer
     from draftsmith.decode.propose.lookahead import LookaheadProposer as LookaheadProposer
     from draftsmith.decode.propose.lookup_first import LookupFirst as LookupFirst
     from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer as PromptLookupProposer
-    from draftsmith.decode.propose.protocol import (
-        Outcome as Outcome,
-        Proposal as Proposal,
-        Proposer as Proposer,
-        Session as Session,
-        SessionSetup as SessionSetup,
-    )
-    from draftsmith.decode.propose.retrieval import RetrievalProposer as RetrievalProposer
+    from draftsmith.decode.propose.protocol import Proposer as Proposer
     from draftsmith.decode.stats import DecodeStats as DecodeStats
     from draftsmith.decode.supported_models import takes_trees as takes_trees
-    from draftsmith.decode.tree_batch import TreeBatch as TreeBatch
-    from draftsmith.decode.verify.tree_walk import Verdict as Verdict
 
 # The module of each name that needs torch.
 _LATER = {
@@ -75,19 +55,11 @@ _LATER = {
     "HeadProposer": "propose.head_proposers",
     "LookaheadProposer": "propose.lookahead",
     "LookupFirst": "propose.lookup_first",
-    "Outcome": "propose.protocol",
     "PromptLookupProposer": "propose.prompt_lookup",
-    "Proposal": "propose.protocol",
     "Proposer": "propose.protocol",
-    "RetrievalProposer": "propose.retrieval",
-    "Session": "propose.protocol",
-    "SessionSetup": "propose.protocol",
     "SpeculativeDecoder": "engine",
     "StopCondition": "batch_run",
     "StopStrings": "batch_run",
-    "TreeBatch": "tree_batch",
-    "Verdict": "verify.tree_walk",
-    "check_lossless": "lossless",
     "take_over": "packed_weights",
     "takes_trees": "supported_models",
 }

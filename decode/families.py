@@ -1,16 +1,6 @@
 """What a model consists of, family by family: the table that the kernel's forward follows."""
 
 from dataclasses import dataclass, replace
-from types import ModuleType
-
-from transformers.models.gemma2 import modeling_gemma2
-from transformers.models.gemma3 import modeling_gemma3
-from transformers.models.gpt_neox import modeling_gpt_neox
-from transformers.models.llama import modeling_llama
-from transformers.models.mistral import modeling_mistral
-from transformers.models.opt import modeling_opt
-from transformers.models.qwen2 import modeling_qwen2
-from transformers.models.qwen3 import modeling_qwen3
 
 # Numbers of the kernel's activations (`native/activation.h`), by the name in config.json.
 ACTIVATIONS = {
@@ -28,15 +18,14 @@ ACTIVATIONS = {
 class Family:
     """Where a family keeps what a forward reads. The defaults are LLaMA's.
 
-    code: module of transformers that has its classes. by_torch: whether `LeanForward` computes it
-    by torch too. body: of the model; embedding, places (learned positions) and last_norm: of the
-    body; the names from `norm` to `down_norm`: of a layer. query_norm, key_norm: of heads, in
-    models that have them. One name in `qkv`: a query, a key and a value head by head. up: with a
-    gate, or without. out_norm, down_norm: of what `out` and `down` add to the state. norm_offset:
-    added to the weight of a norm. The rest are options of config.json.
+    by_torch: whether `LeanForward` computes it by torch too. body: of the model; embedding, places
+    (learned positions) and last_norm: of the body; the names from `norm` to `down_norm`: of a
+    layer. query_norm, key_norm: of heads, in models that have them. One name in `qkv`: a query, a
+    key and a value head by head. up: with a gate, or without. out_norm, down_norm: of what `out`
+    and `down` add to the state. norm_offset: added to the weight of a norm. The rest are options of
+    config.json.
     """
 
-    code: ModuleType
     by_torch: bool = False
     body: str = "model"
     embedding: str = "embed_tokens"
@@ -59,9 +48,8 @@ class Family:
     logit_cap: str | None = None
 
 
-LLAMA = Family(modeling_llama, by_torch=True)
+LLAMA = Family(by_torch=True)
 GEMMA2 = Family(
-    modeling_gemma2,
     out_norm="post_attention_layernorm",
     ffn_norm="pre_feedforward_layernorm",
     down_norm="post_feedforward_layernorm",
@@ -70,16 +58,15 @@ GEMMA2 = Family(
     attention_cap="attn_logit_softcapping",
     logit_cap="final_logit_softcapping",
 )
-# By the class of the model.
-FAMILIES: dict[type, Family] = {
-    modeling_llama.LlamaForCausalLM: LLAMA,
-    modeling_mistral.MistralForCausalLM: replace(LLAMA, code=modeling_mistral),
-    modeling_qwen2.Qwen2ForCausalLM: replace(LLAMA, code=modeling_qwen2),
-    modeling_qwen3.Qwen3ForCausalLM: replace(LLAMA, code=modeling_qwen3),
-    modeling_gemma2.Gemma2ForCausalLM: GEMMA2,
-    modeling_gemma3.Gemma3ForCausalLM: replace(GEMMA2, code=modeling_gemma3, attention_cap=None),
-    modeling_opt.OPTForCausalLM: Family(
-        modeling_opt,
+# By the name of the model's class.
+FAMILIES = {
+    "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": LLAMA,
+    "Qwen2ForCausalLM": LLAMA,
+    "Qwen3ForCausalLM": LLAMA,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": replace(GEMMA2, attention_cap=None),
+    "OPTForCausalLM": Family(
         body="model.decoder",
         places="embed_positions",
         last_norm="final_layer_norm",
@@ -90,8 +77,7 @@ FAMILIES: dict[type, Family] = {
         down="fc2",
         activation="activation_function",
     ),
-    modeling_gpt_neox.GPTNeoXForCausalLM: Family(
-        modeling_gpt_neox,
+    "GPTNeoXForCausalLM": Family(
         body="gpt_neox",
         embedding="embed_in",
         last_norm="final_layer_norm",
@@ -102,3 +88,10 @@ FAMILIES: dict[type, Family] = {
         parallel="use_parallel_residual",
     ),
 }
+
+
+def family_of(model: object) -> Family | None:
+    """The family of a model; None for a class that is not transformers' own."""
+    kind = type(model)
+    is_theirs = kind.__module__.startswith("transformers.models.")
+    return FAMILIES.get(kind.__name__) if is_theirs else None

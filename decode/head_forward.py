@@ -18,10 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from draftsmith.decode.cache import CachePlace, TreeCache
 from draftsmith.decode.kernel_forward import (
@@ -56,7 +52,12 @@ _HEADS = (
     DSparkHead,
     JetSpecHead,
 )
-_MTP_LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_MTP_LAYERS = (
+    "LlamaDecoderLayer",
+    "MistralDecoderLayer",
+    "Qwen2DecoderLayer",
+    "Qwen3DecoderLayer",
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _is_plain(head: Any) -> bool:
     """Whether a head is one of these, and nothing was hung on its modules."""
     if type(head) not in _HEADS:
         return False
-    if isinstance(head, MtpHead) and type(head.layers[0]) not in _MTP_LAYERS:
+    if isinstance(head, MtpHead) and type(head.layers[0]).__name__ not in _MTP_LAYERS:
         return False
     if head.config.hidden_act not in ("silu", "swish") or has_own_forward(head):
         return False

@@ -24,7 +24,7 @@ from transformers.cache_utils import Cache
 
 from draftsmith.core.models import vocabulary_size
 from draftsmith.decode.cache import CachePlace, TreeCache
-from draftsmith.decode.families import ACTIVATIONS, FAMILIES, Family
+from draftsmith.decode.families import ACTIVATIONS, Family, family_of
 from draftsmith.decode.kernel_forward import (
     MOST_TOKENS,
     SMALLEST_MODEL,
@@ -37,12 +37,12 @@ from draftsmith.decode.kernel_forward import (
     joined,
 )
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel
-from draftsmith.decode.packed_weights import PACKED, PackedEmbedding, Packs, is_four_bits
+from draftsmith.decode.packed_weights import KINDS, PackedEmbedding, Packs, is_four_bits
 from draftsmith.decode.rotary_table import RotaryTable, has_table
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, to_target
 
 _PLAIN = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.SiLU, nn.ReLU, nn.Dropout}
-_PLAIN |= set(PACKED.values())
+_PLAIN |= KINDS
 # Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a
 # trimmed draft's logits, which is done here too.
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
@@ -55,7 +55,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
     adapters, patched or quantised layers, several dtypes or devices, or frequencies that depend on
     the length. Families that torch does not compute here need the kernel.
     """
-    family = FAMILIES.get(type(model))
+    family = family_of(model)
     # What transformers takes if nothing is asked for; Gemma 2 has no other.
     usual = "sdpa" if model._supports_sdpa else "eager"
     attention = getattr(model.config, "_attn_implementation", "")
@@ -69,7 +69,7 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         return None
     four_bits = packs is not None and packs.native
     for module in model.modules():
-        plain = _is_plain(module, family) or (four_bits and is_four_bits(module))
+        plain = _is_plain(module, type(model)) or (four_bits and is_four_bits(module))
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         hooked = any(getattr(hook, "__module__", "") not in _KNOWN_HOOKS for hook in hooks)
         if not plain or hooked or "forward" in module.__dict__:
@@ -142,11 +142,10 @@ def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
     )
 
 
-def _is_plain(module: nn.Module, family: Family) -> bool:
+def _is_plain(module: nn.Module, model: type) -> bool:
+    """Whether a module is torch's or transformers', as a model of this class has it."""
     kind = type(module)
-    known = kind in _PLAIN or kind.__module__ == "transformers.activations"
-    of_family = vars(family.code).get(kind.__name__)
-    return known or of_family is kind
+    return kind in _PLAIN or kind.__module__ in (model.__module__, "transformers.activations")
 
 
 class LeanForward:

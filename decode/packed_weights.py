@@ -24,8 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
-from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.device_map import in_parts
@@ -114,8 +112,7 @@ class Packed(nn.Module):
             rows_NI = matrix.rows(ids_N + place.first)
             return rows_NI.unflatten(0, x.shape).to(place.dtype)
         if not _KERNEL_PRODUCTS.get() or not place.whole:
-            own: Tensor = super().forward(x)
-            return own
+            return super().forward(x)
         bias_O = self._parameters["bias"]
         x_XI = x.reshape(-1, matrix.inputs).float()
         y_XO = matrix.linear(x_XI.contiguous(), None if bias_O is None else bias_O.float())
@@ -142,9 +139,9 @@ class PackedEmbedding(Packed, nn.Embedding):
     """`nn.Embedding` with a packed weight, shared with the output projection."""
 
 
-class _PackedScaled(PackedEmbedding):
-    """An embedding that is scaled: its own forward reads the dtype of `weight`, which would unpack
-    it.
+class PackedScaled(PackedEmbedding):
+    """The embedding of Gemma 2 and 3, which is scaled: its own forward reads the dtype of `weight`,
+    which would unpack it.
     """
 
     embed_scale: Any
@@ -153,21 +150,21 @@ class _PackedScaled(PackedEmbedding):
         return super().forward(x) * self.embed_scale.to(self.dtype)
 
 
-class PackedGemma2Embedding(_PackedScaled, Gemma2TextScaledWordEmbedding):
-    """Gemma 2's embedding with a packed weight."""
-
-
-class PackedGemma3Embedding(_PackedScaled, Gemma3TextScaledWordEmbedding):
-    """Gemma 3's embedding with a packed weight."""
-
-
 PACKED: dict[type, type] = {
     nn.Linear: PackedLinear,
     Conv1D: PackedConv1D,
     nn.Embedding: PackedEmbedding,
-    Gemma2TextScaledWordEmbedding: PackedGemma2Embedding,
-    Gemma3TextScaledWordEmbedding: PackedGemma3Embedding,
 }
+KINDS = {PackedScaled, *PACKED.values()}
+_SCALED = ("Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding")
+
+
+def _packed_kind(module: nn.Module) -> type | None:
+    """The class of this module once its weight is packed; None if it must keep its own."""
+    kind = type(module)
+    if kind.__name__ in _SCALED:
+        return PackedScaled
+    return kind if kind in KINDS else PACKED.get(kind)
 
 
 def is_four_bits(module: nn.Module) -> bool:
@@ -237,7 +234,7 @@ class Packs:
             stand_in = nn.Parameter(nothing, requires_grad=False)
             for holder in modules:
                 holder._parameters["weight"] = stand_in
-                _give_place(holder, place, PACKED.get(type(holder), type(holder)))
+                _give_place(holder, place, _packed_kind(holder) or type(holder))
         self._freed = True
         return matrix
 
@@ -280,8 +277,7 @@ class Packs:
 
 
 def _replaceable(holders: Sequence[nn.Module]) -> bool:
-    kinds = (*PACKED, *PACKED.values())
-    return bool(holders) and all(type(holder) in kinds for holder in holders)
+    return bool(holders) and all(map(_packed_kind, holders))
 
 
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:

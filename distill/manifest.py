@@ -77,8 +77,7 @@ def count_kept(out: Path) -> int:
 
 def kept_date(out: Path) -> str | None:
     """Return the date that the chat template printed in the set that began in `out`, if any."""
-    date: str | None = kept_identity(out, IDENTITY_FILES).get("date")
-    return date
+    return kept_identity(out, IDENTITY_FILES).get("date")
 
 
 def make_set(

@@ -18,15 +18,12 @@ from draftsmith.decode import (
     HeadProposer,
     LookaheadProposer,
     LookupFirst,
-    Outcome,
     PromptLookupProposer,
-    Proposal,
     Proposer,
-    Session,
-    SessionSetup,
     SpeculativeDecoder,
 )
 from draftsmith.decode.own_cache_runner import OwnCacheRunner
+from draftsmith.decode.propose.protocol import Outcome, Proposal, Session, SessionSetup
 from draftsmith.decode.tree import chain
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.drafts.heads.block import DSparkHead

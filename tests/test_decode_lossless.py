@@ -31,12 +31,12 @@ from draftsmith.decode import (
     LookupFirst,
     PromptLookupProposer,
     Proposer,
-    RetrievalProposer,
     SpeculativeDecoder,
     Tree,
     parse_tree,
 )
 from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.propose.retrieval import RetrievalProposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.drafts.draft_vocabulary import trim
 from draftsmith.drafts.heads import HEADS, Head

@@ -16,7 +16,8 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import DynamicTree, SpeculativeDecoder, Tree, parse_tree
+from draftsmith.decode import SpeculativeDecoder, Tree, parse_tree
+from draftsmith.decode.tree import DynamicTree
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples

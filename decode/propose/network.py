@@ -52,8 +52,7 @@ class NetworkForward:
     def logits(self) -> Tensor:
         logits_BeV, state = self.call(("forward", self.name), self.run, *self.inputs)
         self.learn(state)
-        logits: Tensor = logits_BeV
-        return logits
+        return logits_BeV
 
 
 class Network(ABC):

@@ -260,8 +260,7 @@ class StaticTreeSession(Session):
         name = ("level", depth, self.plan, self.drawing, self.sampling, forward.name)
         grown, state = forward.call(name, step, forward.inputs, above, u_BN)
         forward.learn(state)
-        drafted: Grown = grown
-        return drafted
+        return grown
 
     def _grow(
         self, depth: int, logits_BeV: Tensor, above: Expanded | None, u_BN: Tensor | None

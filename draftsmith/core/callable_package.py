@@ -19,8 +19,7 @@ class CallablePackage(ModuleType):
     def function(self) -> Callable[..., Any]:
         """The function that a call runs."""
         name = self.__name__.rpartition(".")[2]
-        function: Callable[..., Any] = getattr(import_module(self.function_module), name)
-        return function
+        return getattr(import_module(self.function_module), name)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -8,6 +8,7 @@ on disk, and beside a GPU those in memory, are copied to a device for each forwa
 import atexit
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,9 +46,8 @@ def spread(
         )
     if "quantization_config" in options:
         raise InputError("--target_device_map: a target in 4 bits stays on one device")
-    code = options["trust_remote_code"]
-    config = read_config(name, trust_remote_code=code, revision=options["revision"])
-    model = without_values(config, options["dtype"], code)
+    config = read_config(name, **options)
+    model = without_values(config, options["dtype"], options["trust_remote_code"])
     places = device_map(written, model, device)
     say(f"target: {_in_words(places, model, device)}")
     # For weights on disk that a model has in another form than its checkpoint.
@@ -116,18 +116,16 @@ def _checked(
 
 def _place(places: DeviceMap, name: str) -> int | str | None:
     """The device of a parameter: that of the innermost module with one."""
-    parts = name.split(".")
-    outer = [".".join(parts[:count]) for count in reversed(range(len(parts)))]
-    return next((places[module] for module in outer if module in places), None)
+    while name and name not in places:
+        name = name.rpartition(".")[0]
+    return places.get(name)
 
 
-def bytes_by_place(places: DeviceMap, model: PreTrainedModel) -> dict[int | str, int]:
+def bytes_by_place(places: DeviceMap, model: PreTrainedModel) -> Counter[int | str | None]:
     """How much of a model each device has."""
-    sizes: dict[int | str, int] = {}
+    sizes: Counter[int | str | None] = Counter()
     for name, weight in model.named_parameters():
-        place = _place(places, name)
-        assert place is not None
-        sizes[place] = sizes.get(place, 0) + weight.nbytes
+        sizes[_place(places, name)] += weight.nbytes
     return sizes
 
 

@@ -37,8 +37,7 @@ def divided(name: str, count: int, options: dict[str, Any]) -> DistributedConfig
         raise InputError(f"{where}{launched()} processes do not make groups of {count}")
     if "quantization_config" in options:
         raise InputError(f"{where}a target in 4 bits stays on one device; {_INSTEAD}")
-    keys = ("trust_remote_code", "revision")
-    config = read_config(name, **{key: options[key] for key in keys})
+    config = read_config(name, **options)
     text = config.get_text_config(decoder=True)
     for key in ("num_key_value_heads", "num_attention_heads"):
         heads = getattr(text, key, None) or count

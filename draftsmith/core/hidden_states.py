@@ -12,9 +12,9 @@ found by trying it on a few tokens, once.
 Legend: B rows, T tokens, N tokens, H hidden size, V vocabulary, S residual streams.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,10 +41,10 @@ class StateLayout:
 
     count: int
     width: int
-    streams_first: bool
-    last_is_final: bool
-    last_layer: nn.Module | None
-    readers: dict[int, nn.Module]
+    streams_first: bool = False
+    last_is_final: bool = True
+    last_layer: nn.Module | None = None
+    readers: Mapping[int, nn.Module] = field(default_factory=dict)
     has_layers: bool = True
 
 
@@ -71,14 +71,7 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
     """
     if model.device.type == "meta":
         config = model.config.get_text_config(decoder=True)
-        return StateLayout(
-            count=config.num_hidden_layers + 1,
-            width=config.hidden_size,
-            streams_first=False,
-            last_is_final=True,
-            last_layer=None,
-            readers={},
-        )
+        return StateLayout(config.num_hidden_layers + 1, config.hidden_size)
     known = _layouts.get(model)
     if known is None:
         with evaluating(model):
@@ -121,15 +114,7 @@ def without_layers(model: PreTrainedModel, count: int) -> None:
     """
     ids_BT = some_tokens(model, rows=1, tokens=1)
     final = body(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-    _layouts[model] = StateLayout(
-        count=count + 1,
-        width=final.shape[-1],
-        streams_first=False,
-        last_is_final=True,
-        last_layer=None,
-        readers={},
-        has_layers=False,
-    )
+    _layouts[model] = StateLayout(count + 1, final.shape[-1], has_layers=False)
     model.config.get_text_config(decoder=True).num_hidden_layers = count
 
 

@@ -12,12 +12,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import progress_bar_states
-from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file
 
 from draftsmith.core.errors import InputError, RunError, first_line, one_line
 from draftsmith.core.guest import environment, shared
@@ -33,6 +30,10 @@ def quiet() -> Iterator[None]:
     """Keep transformers, datasets, the hub's client and DeepSpeed from drawing bars and giving
     advice; their errors still show.
     """
+    # They take seconds to import, which a run's readers need not wait for.
+    import torch
+    from transformers.utils import logging as transformers_logging
+
     loggers = (transformers_logging, hub_logging)
     levels = [logger.get_verbosity() for logger in loggers]
     hub_bars = dict(progress_bar_states)
@@ -122,6 +123,8 @@ def cached(name: str, file: str, revision: str | None = None) -> Path | None:
     """Return a file of a directory, or of the hub through its cache; None if it is missing or the
     hub unreachable.
     """
+    from transformers.utils.hub import cached_file
+
     try:
         with offline_if_unreachable(name):
             path = cached_file(

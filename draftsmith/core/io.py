@@ -369,8 +369,7 @@ def read_words(module: str) -> JsonObject:
     import yaml
 
     text = Path(module).with_suffix(".yaml").read_text(encoding="utf-8")
-    words: JsonObject = yaml.safe_load(text)
-    return words
+    return yaml.safe_load(text)
 
 
 def read_tree_file(path: str) -> object:

@@ -77,8 +77,7 @@ def _parent() -> list[str]:
 
 
 def _true(variable: str) -> bool:
-    value = os.environ.get(variable, "")
-    return value.lower() in ("1", "true", "yes")
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes")
 
 
 @shared

@@ -152,8 +152,7 @@ def _check_values(name: str, model: Any) -> None:
 
 def _leave_out_layers(name: str, options: dict[str, Any]) -> int:
     """Add a configuration with no layers to the options; return how many the model has."""
-    keys = ("revision", "trust_remote_code")
-    config = read_config(name, **{key: options[key] for key in keys})
+    config = read_config(name, **options)
     text = config.get_text_config(decoder=True)
     count = int(text.num_hidden_layers)
     text.num_hidden_layers = 0

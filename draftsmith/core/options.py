@@ -78,8 +78,7 @@ def partial_of(config: type) -> type:
 
 def _fields(config: type) -> dict[str, FieldInfo]:
     """The fields of a class that `options` made, by name; their metadata has the marks."""
-    fields: dict[str, FieldInfo] = config.__pydantic_fields__  # type: ignore[attr-defined]
-    return fields
+    return config.__pydantic_fields__  # type: ignore[attr-defined]
 
 
 _OF_ONE_MACHINE = ("out", "device", "endpoint", "head.features", "states", "states_from")

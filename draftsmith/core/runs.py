@@ -345,10 +345,7 @@ def claim(
 def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
     """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
     begun = _begun(directory, records)
-    identity: JsonObject = {}
-    if begun is not None:
-        identity = read_json(begun, _RUN, ["identity"])["identity"]
-    return identity
+    return {} if begun is None else read_json(begun, _RUN, ["identity"])["identity"]
 
 
 def _begun(directory: Path, records: Sequence[str]) -> Path | None:

@@ -169,19 +169,13 @@ def resolve_sampling(
         samples = temperature > 0
     values: dict[str, float] = {"temperature": (default_temperature or 1.0) if samples else 0.0}
     taken: dict[str, float] = {}
-    for key in _SAMPLING:
+    for key in (*_SAMPLING, *PENALTIES):
         value = given.get(key)
         in_file = getattr(config, key, None)
+        follows = key in given if key in PENALTIES else samples
         if value is not None:
             values[key] = value
-        elif samples and in_file is not None:
-            taken[key] = in_file
-    for key in given.keys() & PENALTIES.keys():
-        value = given[key]
-        in_file = getattr(config, key, None)
-        if value is not None:
-            values[key] = value
-        elif in_file not in (None, PENALTIES[key]):
+        elif follows and in_file not in (None, PENALTIES.get(key)):
             taken[key] = in_file
     try:
         return ResolvedSampling(Sampling(**values | taken), taken)  # type: ignore[arg-type]
@@ -229,5 +223,4 @@ def off_values() -> dict[str, float | None]:
     value that changes nothing.
     """
     words = read_words(__file__)
-    values: dict[str, float | None] = words["ignored"] | words["beside"]
-    return values
+    return words["ignored"] | words["beside"]

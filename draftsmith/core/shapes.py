@@ -1,21 +1,18 @@
 """A model without its weights: its configuration, and its modules on the meta device."""
 
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 
 def read_config(
-    name: str, *, trust_remote_code: bool = False, revision: str | None = None
+    name: str, *, trust_remote_code: bool = False, revision: str | None = None, **_: object
 ) -> PretrainedConfig:
-    """The configuration of a model in a local directory or on the hub. Propagate transformers'
-    errors.
+    """The configuration of a model in a local directory or on the hub; other options of a model are
+    not read. Propagate transformers' errors.
     """
-    config: PretrainedConfig = AutoConfig.from_pretrained(
+    return AutoConfig.from_pretrained(
         name, trust_remote_code=trust_remote_code, revision=revision or "main"
     )
-    return config
 
 
 def own_dtype(config: PretrainedConfig) -> torch.dtype:
@@ -27,9 +24,8 @@ def without_values(
     config: PretrainedConfig, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
 ) -> PreTrainedModel:
     """Build a model on the meta device. dtype: "auto" is the configuration's."""
-    options: dict[str, Any] = {"dtype": own_dtype(config) if dtype == "auto" else dtype}
+    known = own_dtype(config) if dtype == "auto" else dtype
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, trust_remote_code=trust_remote_code, **options
+        return AutoModelForCausalLM.from_config(
+            config, dtype=known, trust_remote_code=trust_remote_code
         )
-    return model

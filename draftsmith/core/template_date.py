@@ -36,8 +36,7 @@ def fix_date(tokenizer: Tokenizer, given: str | None, kept: str | None = None) -
 
 def date_of(tokenizer: Tokenizer) -> str | None:
     """Return the date that `fix_date` chose; None if it chose none."""
-    chosen: str | None = getattr(tokenizer, "template_date", None)
-    return chosen
+    return getattr(tokenizer, "template_date", None)
 
 
 def dated_template(tokenizer: Tokenizer, tools: Any) -> str | None:

@@ -162,8 +162,7 @@ def _own_layer(target: PreTrainedModel) -> PretrainedConfig | None:
     takes = signature(model.layers[0].forward).parameters
     if not takes.keys() >= _ARGUMENTS:
         return None
-    one: PretrainedConfig = config
-    return one
+    return config
 
 
 def _llama_like(target: PreTrainedModel, family: str) -> PretrainedConfig:

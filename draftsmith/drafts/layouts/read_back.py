@@ -70,8 +70,7 @@ def head_logits(head: Head, ids_1T: Tensor, states: list[Tensor]) -> Tensor:
         raw = head.raw_logits(head.drafted(ids_1T, states, anchors_1T)[0])
         return head.logits(raw, previous_TK)
     if isinstance(head, MedusaHeads):
-        logits_TKV: Tensor = head(states[0])[0]
-        return logits_TKV
+        return head(states[0])[0]
     assert isinstance(head, FeatureHead)
     logits = head(ids_1T[:, 1:], head.fuse(states)[:, :-1])[0]
     return head.to_target(logits)[0, :, None]
