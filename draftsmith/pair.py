@@ -130,7 +130,7 @@ class _Generate(PenaltyOptions):
     stop: _Several[Text] | None = None
     eos_token_id: _Several[AtLeast0] | None = None
     ignore_eos: bool = False
-    on_tokens: Callable[..., object] | None = None
+    on_tokens: OnTokens | None = None
 
 
 # Takes what `generate` takes, which pydantic converts.
@@ -324,35 +324,9 @@ class Pair:
     def generate(
         self, *, input_ids: Listed | Sequence[object], **options: Unpack[GenerateOptions]
     ) -> Any: ...
-    @takes_their_names()  # type: ignore[misc]  # and so do the overloads
+    @takes_their_names(_Generate)  # type: ignore[misc]  # and so do the overloads
     def generate(
-        self,
-        prompts: OnePrompt | Sequence[OnePrompt],
-        *,
-        draft: str | Sequence[str] | None = None,
-        proposer: str | Proposer | None = None,
-        tree: Written | TreeShape | None = None,
-        verifier: str | Verifier | None = None,
-        datastore: str | SuffixIndex | None = None,
-        raw: bool = False,
-        chat_template: str | None = None,
-        tools: list[object] | None = None,
-        num_samples: int | None = None,
-        do_sample: bool | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        repetition_penalty: float | None = None,
-        presence_penalty: float | None = None,
-        frequency_penalty: float | None = None,
-        max_new_tokens: int = 128,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        ignore_eos: bool = False,
-        batch_size: int = 8,
-        on_tokens: OnTokens | None = None,
+        self, prompts: OnePrompt | Sequence[OnePrompt], **options: object
     ) -> Output | list[Output]:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in order.
 
@@ -378,39 +352,15 @@ class Pair:
         do_sample: False is temperature 0; True is temperature 1 if nothing else names one.
         stop: texts; an output ends after the token that completes one.
         eos_token_id: tokens that end an output; default the target's own. ignore_eos: none does.
-        batch_size: prompts decoded together.
+        max_new_tokens: the longest output, 128. seed: of the outputs, 0.
+        batch_size: prompts decoded together, 8.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
         """
-        options = _checked(
-            draft=draft,
-            proposer=proposer,
-            tree=tree,
-            verifier=verifier,
-            datastore=datastore,
-            raw=raw,
-            chat_template=chat_template,
-            tools=tools,
-            num_samples=num_samples,
-            do_sample=do_sample,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            repetition_penalty=repetition_penalty,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            stop=stop,
-            eos_token_id=eos_token_id,
-            ignore_eos=ignore_eos,
-            batch_size=batch_size,
-            on_tokens=on_tokens,
-        )
         job = self._job(prompts, options)
-        batches = self.decode(job.decoder, job.requests, job.sampling, options, on_tokens)
+        on_tokens = job.options.on_tokens
+        batches = self.decode(job.decoder, job.requests, job.sampling, job.options, on_tokens)
         outputs = list(chain.from_iterable(batches))
-        return outputs[0] if job.one and num_samples is None else outputs
+        return outputs[0] if job.one and job.options.num_samples is None else outputs
 
     @overload
     def stream(
@@ -420,7 +370,7 @@ class Pair:
     def stream(
         self, *, messages: Sequence[Mapping[str, object]], **options: Unpack[GenerateOptions]
     ) -> Iterator[Piece]: ...
-    @takes_their_names(generate)  # type: ignore[misc]  # as above
+    @takes_their_names(_Generate)  # type: ignore[misc]  # as above
     def stream(self, prompts: OnePrompt, **options: Unpack[GenerateOptions]) -> Iterator[Piece]:
         """Continue one prompt as `generate` does; yield its text piece by piece.
 
@@ -428,17 +378,17 @@ class Pair:
 
         Raise InputError for several prompts or outputs, and for `on_tokens`.
         """
-        checked = _checked(**options)
-        job = self._job(prompts, checked)
-        if len(job.requests) != 1 or checked.on_tokens is not None:
+        job = self._job(prompts, options)
+        if len(job.requests) != 1 or job.options.on_tokens is not None:
             raise InputError(
                 "prompts, num_samples, on_tokens: stream yields the text of one output; "
                 "use generate"
             )
         return self._pieces(job)
 
-    def _job(self, prompts: Any, options: "_Generate") -> _Job:
+    def _job(self, prompts: Any, asked: Mapping[str, object]) -> _Job:
         """Return what to decode. Raise InputError for whatever is wrong with it."""
+        options = _checked(**asked)
         given = sampling_options(options)
         if options.do_sample is False:
             if options.temperature:

@@ -46,7 +46,7 @@ from draftsmith.drafts.make.size import too_costly
 from draftsmith.drafts.make.transplant import transplant
 from draftsmith.eval import decoding
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.reading import alpha_sums
+from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.data import load_examples
 
 _BATCH = 8
@@ -240,6 +240,7 @@ def _alphas(
     }
     if not texts:
         return {"positions": 0} | dict.fromkeys(keys)
-    sums: JsonObject = {**alpha_sums(target, draft, texts, _DRAWN, batch_size=_BATCH)}
+    measured = measure_alphas(target, {"draft": draft}, texts, _DRAWN, batch_size=_BATCH)
+    sums: JsonObject = {**measured["draft"]}
     count = sum(sums["count"])
     return {"positions": count} | {key: sum(sums[name]) / count for key, name in keys.items()}

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import stdtr
 
 from draftsmith.eval.schema import Estimate, Row
 
@@ -123,11 +124,11 @@ def half_width(freedom: int) -> float:
         return NormalDist().inv_cdf(tail)
     low = 0.0
     high = 1.0
-    while student_cdf(high, freedom) < tail:
+    while stdtr(freedom, high) < tail:
         high *= 2
     while high - low > 1e-10 * high:
         middle = (low + high) / 2
-        if student_cdf(middle, freedom) < tail:
+        if stdtr(freedom, middle) < tail:
             low = middle
         else:
             high = middle
@@ -251,7 +252,7 @@ def signs(
     result: list[int | None] = [0 if index in tests else None for index in range(len(figures))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
-        p_values = holm([student_cdf(-side * test.t, test.freedom) for test in tests.values()])
+        p_values = holm([stdtr(test.freedom, -side * test.t) for test in tests.values()])
         for (index, test), p in zip(tests.items(), p_values, strict=True):
             if test.side == side and p <= (1 - level) / 2:
                 result[index] = side
@@ -290,19 +291,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         adjusted[index] = largest
     return adjusted
-
-
-def student_cdf(t: float, freedom: int) -> float:
-    """P(T <= t), by the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
-    if freedom > MANY:
-        return NormalDist().cdf(t)
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    square = math.cos(angle) ** 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for k in range(1, freedom // 2 + 1):
-        total += term
-        term *= square * (2 * k / (2 * k + 1) if odd else (2 * k - 1) / (2 * k))
-    inside = math.sin(angle) * total
-    return 0.5 + (angle + inside) / math.pi if odd else 0.5 + inside / 2

@@ -32,6 +32,7 @@ from draftsmith.eval.bootstrap import (
     resamples,
     signs,
 )
+from draftsmith.eval.formats import sign
 from draftsmith.eval.results_table import ResultsTable, key_of
 from draftsmith.eval.schema import Estimate, Row, SuiteKind
 from draftsmith.eval.seeds import draft_of
@@ -109,7 +110,7 @@ class Tokens:
     @property
     def needed(self) -> float:
         """What a step takes if that is surely more than a draft needs anywhere, else that."""
-        clear = self.cost is not None and (self.cost["low"] or 0.0) > self.least
+        clear = sign(self.cost, self.least) == 1
         return (self.cost["value"] if self.cost and clear else None) or self.least
 
     @property
@@ -166,7 +167,7 @@ class Decision:
     @property
     def unclear(self) -> list[Cell]:
         """The cells in which the setting may yet be faster: its interval reaches beyond 1."""
-        undecided = [cell for cell in self.cells if cell.sign not in (1, -1)]
+        undecided = [cell for cell in self.cells if not cell.sign]
         return [cell for cell in undecided if (cell.speedup["high"] or math.inf) > 1]
 
     def where(self, fits: Sequence[Cell]) -> str:
@@ -254,11 +255,11 @@ def _timed(results: ResultsTable, rejected: Collection[str]) -> list[_Timed]:
     for setting, rows in speedups.items():
         of_setting: list[int | None] = []
         short = []
-        for row, sign in zip(rows, found, strict=False):
+        for row, side in zip(rows, found, strict=False):
             tau = results.beside(row, "tau")
             few = tau is not None and _too_few([Tokens.of(results, tau)])
-            short.append(sign != 1 and (few or setting.draft in rejected))
-            of_setting.append(-1 if short[-1] else sign)
+            short.append(side != 1 and (few or setting.draft in rejected))
+            of_setting.append(-1 if short[-1] else side)
         timed.append(_Timed(setting, rows, of_setting, short))
     return timed
 
@@ -266,7 +267,6 @@ def _timed(results: ResultsTable, rejected: Collection[str]) -> list[_Timed]:
 def _cells(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> list[Cell]:
     cells = []
     for index, row in enumerate(chosen.speedups):
-        spans_1 = row["low"] is None or row["high"] is None or row["low"] <= 1 <= row["high"]
         busy = results.busy(row["domain"], row["temperature"])
         cell = Cell(
             domain=row["domain"],
@@ -275,7 +275,7 @@ def _cells(results: ResultsTable, timed: Sequence[_Timed], chosen: _Timed) -> li
             sign=chosen.signs[index],
             fastest=_fastest(timed, index),
             slower=_slower(timed, index, chosen.setting.draft),
-            busy=busy and spans_1 and not chosen.short[index],
+            busy=busy and not sign(row, 1.0) and not chosen.short[index],
             short=chosen.short[index],
         )
         cells.append(cell)
@@ -383,7 +383,7 @@ def _slower(timed: Sequence[_Timed], index: int, chosen: str) -> list[Row]:
     found = []
     for draft in dict.fromkeys(other.setting.draft for other in timed):
         best = _fastest([other for other in timed if other.setting.draft == draft], index)
-        if draft != chosen and best["high"] is not None and best["high"] < 1:
+        if draft != chosen and sign(best, 1.0) == -1:
             found.append(best)
     return found
 
@@ -405,7 +405,9 @@ def _prefer_measured_gains(results: ResultsTable, timed: Sequence[_Timed]) -> _T
         return one.merit[:2] >= (needed, fastest.merit[1]) and low is not None and low <= 1
 
     def gain(one: _Timed, kind: SuiteKind) -> float:
-        return _measurable_gain(results, one.setting.draft, kind)
+        """Of alpha over the base's; 0 if it may be none, or was not measured."""
+        row = results.gain(one.setting.draft, kind) if kind in results.kinds else None
+        return (row["value"] or 0.0) if row and sign(row) else 0.0
 
     # By merit, so that the last entry of each draft is its best setting.
     best_of = {one.setting.draft: one for one in ordered}
@@ -426,14 +428,6 @@ def _same_cost(results: ResultsTable, one: _Timed, other: _Timed) -> bool:
         return False
     models = [results.models[draft] for draft in drafts]
     return len({(row["kind"], row["model_type"], row["memory_bytes"]) for row in models}) == 1
-
-
-def _measurable_gain(results: ResultsTable, draft: str, kind: SuiteKind) -> float:
-    """The gain of alpha over the base's; 0 if it may be none, or was not measured."""
-    row = results.gain(draft, kind) if kind in results.kinds else None
-    if row is None or row["low"] is None or row["high"] is None:
-        return 0.0
-    return 0.0 if row["low"] <= 0 <= row["high"] else row["value"] or 0.0
 
 
 def _verdict(results: ResultsTable, decision: Decision) -> Advice:

@@ -9,7 +9,7 @@ D depths, L tokens of the longest continuation, K ranks.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, NotRequired, TypedDict, cast
@@ -211,39 +211,73 @@ class _Part:
 
 
 @dataclass(eq=False)
-class _Reader:
-    """Reads batches with the target and every draft."""
+class Reader:
+    """Reads continuations with the target and every draft, as far as `methods` need them.
+
+    All drafts share one forward of the target. max_logits: the most logits held at once per model,
+    except for a single row. names: the models in error messages; the target's key is "". states: in
+    place of the target's forward. drafts_see_penalties: as in `decode`; in engines they do not.
+    """
 
     target: PreTrainedModel
     drafts: Mapping[str, AnyDraft]
     sampling: Sampling
     methods: Sequence[Method]
-    seed: int
-    names: Mapping[str, str]
-    observers: Mapping[str, Observer]
-    states: StoredStates | None
-    drafts_see_penalties: bool
+    batch_size: int
+    max_logits: int = MAX_LOGITS
+    seed: int = 0
+    names: Mapping[str, str] = field(default_factory=dict)
+    observers: Mapping[str, Observer] = field(default_factory=dict)
+    states: StoredStates | None = None
+    drafts_see_penalties: bool = True
 
     def __post_init__(self) -> None:
         self.depths = max((method.shape.depth for method in self.methods), default=1)
         self.ranks = ranks_needed(self.methods, self.sampling)
         # Whether to record where the draft orders each token, which costs a pass over the
         # vocabulary.
-        self.reads_order = self.sampling.greedy or any(
-            method.verifier == "naive" for method in self.methods
-        )
+        rules = [method.verifier for method in self.methods]
+        self.reads_order = self.sampling.greedy or "naive" in rules
         # Each model once, under the name of the draft that it is, if there is one.
         self.models: dict[str, Draft] = {}
-        joined_last = sorted(
-            self.drafts, key=lambda name: isinstance(self.drafts[name], JoinedDraft)
-        )
-        for name in joined_last:
+        for name in sorted(self.drafts, key=self._joins):
             model = model_of(self.drafts[name])
             if model is not None and all(model is not other for other in self.models.values()):
                 self.models[name] = model
 
+    def _joins(self, name: str) -> bool:
+        return isinstance(self.drafts[name], JoinedDraft)
+
+    def read(
+        self, rows: Sequence[Continuation]
+    ) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
+        """Return each draft's traces, and each observer's results. Launched processes divide the
+        batches. Raise RunError with model and prompt if logits are not finite.
+        """
+
+        def read_batch(index: int) -> list[_Part]:
+            start = index * self.batch_size
+            batch = rows[start : start + self.batch_size]
+            results = []
+            for group in _groups(batch, self.max_logits // vocabulary_size(self.target)):
+                results.append(self._read(start, group))
+                start += len(group)
+            return results
+
+        batches = -(-len(rows) // self.batch_size)
+        parts = list(chain.from_iterable(divided(batches, read_batch)))
+        traces = {}
+        observed: dict[str, dict[str, Measurements]] = {}
+        for name in self.drafts:
+            traces[name] = Traces.joined([part.traces[name] for part in parts])
+            observed[name] = {}
+            for observer in parts[0].observed.get(name, ()):
+                groups = [part.observed[name][observer] for part in parts]
+                observed[name][observer] = {key: joined(groups, key) for key in groups[0]}
+        return traces, observed
+
     @torch.inference_mode()
-    def read(self, start: int, rows: Sequence[Continuation]) -> _Part:
+    def _read(self, start: int, rows: Sequence[Continuation]) -> _Part:
         """Read some rows with one forward of each model. start: number of the first row."""
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
@@ -370,20 +404,17 @@ class _Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
             values["missing"] = lacking_NV.sum(1, keepdim=True)
-            positions = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
-            self._observe(drafted.name, positions, part)
+            # A model that drafts only behind lookup is not observed.
+            if not self._joins(drafted.name):
+                at = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
+                seen = {key: observe(at) for key, observe in self.observers.items()}
+                part.observed[drafted.name] = seen
         for key, value in values.items():
             arrays[key][depth, rows, indices] = _numpy(value[:, 0])
         u_NK = u_BLK[rows, indices].to(q_NV.device)
         for rule, count in self.ranks.items():
             chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
             arrays[rule][depth, rows, indices] = _numpy(chances_NK)
-
-    def _observe(self, name: str, positions: Positions, part: _Part) -> None:
-        """Ask all observers, unless the model drafts only behind lookup."""
-        if isinstance(self.drafts[name], JoinedDraft):
-            return
-        part.observed[name] = {key: observe(positions) for key, observe in self.observers.items()}
 
     def _finite(self, name: str, logits_NV: Tensor, batch: _Batch, row_N: Tensor) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that
@@ -417,63 +448,6 @@ def _order_of(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
     return 1 + ahead_N1.masked_fill(own_N1 == -torch.inf, len(ids_V))
 
 
-def read_traces(
-    target: PreTrainedModel,
-    drafts: Mapping[str, AnyDraft],
-    rows: Sequence[Continuation],
-    sampling: Sampling,
-    methods: Sequence[Method],
-    *,
-    batch_size: int,
-    max_logits: int = MAX_LOGITS,
-    seed: int = 0,
-    names: Mapping[str, str] | None = None,
-    observers: Mapping[str, Observer] | None = None,
-    states: StoredStates | None = None,
-    drafts_see_penalties: bool = True,
-) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
-    """Return each draft's traces as far as `methods` need them, and each observer's results.
-
-    All drafts share one forward of the target. Launched processes divide the batches.
-    max_logits: the most logits held at once per model, except for a single row. names: the models
-    in error messages; the target's key is "". states: in place of the target's forward.
-    drafts_see_penalties: as in `decode`; in engines they do not. Raise RunError with model and
-    prompt if logits are not finite.
-    """
-    observers = observers or {}
-    reader = _Reader(
-        target=target,
-        drafts=drafts,
-        sampling=sampling,
-        methods=methods,
-        seed=seed,
-        names=names or {},
-        observers=observers,
-        states=states,
-        drafts_see_penalties=drafts_see_penalties,
-    )
-
-    def read_batch(index: int) -> list[_Part]:
-        start = index * batch_size
-        batch = rows[start : start + batch_size]
-        results = []
-        for group in _groups(batch, max_logits // vocabulary_size(target)):
-            results.append(reader.read(start, group))
-            start += len(group)
-        return results
-
-    batches = -(-len(rows) // batch_size)
-    parts = list(chain.from_iterable(divided(batches, read_batch)))
-    traces = {name: Traces.joined([part.traces[name] for part in parts]) for name in drafts}
-    observed: dict[str, dict[str, Measurements]] = {name: {} for name in drafts}
-    for name in parts[0].observed:
-        by_observer = observed[name]
-        for observer in observers:
-            groups = [part.observed[name][observer] for part in parts]
-            by_observer[observer] = {key: joined(groups, key) for key in groups[0]}
-    return traces, observed
-
-
 def measure_alphas(
     target: PreTrainedModel,
     drafts: Mapping[str, AnyDraft],
@@ -490,8 +464,7 @@ def measure_alphas(
     included, and predict decoding with `methods`.
 
     `rows` hold the target's own continuations at this sampling, so the mean over positions is over
-    its own distribution. `roots` are simulated at some of the positions. options: as for
-    `read_traces`.
+    its own distribution. `roots` are simulated at some of the positions. options: of `Reader`.
     """
     observers: dict[str, Observer] = {}
     for step in roots:
@@ -507,17 +480,15 @@ def measure_alphas(
             measured[name] = _measurement(nothing, {}, {})
         else:
             readable[name] = draft
-    traces, observed = read_traces(
-        target, readable, rows, sampling, methods, observers=observers, seed=seed, **options
-    )
+    options |= {"observers": observers, "seed": seed}
+    traces, observed = Reader(target, readable, sampling, methods, **options).read(rows)
     for name, read in traces.items():
         predicted: dict[str, PredictedCounts] = {}
         for method in methods:
-            if not _is_read(drafts[name], method):
-                continue
-            prediction = predict(method.shape, method.verifier, sampling, read)
-            if prediction is not None:
-                predicted[method.name] = prediction
+            if _is_read(drafts[name], method) and (
+                found := predict(method.shape, method.verifier, sampling, read)
+            ):
+                predicted[method.name] = found
         measured[name] = _measurement(read, observed[name], predicted)
     return measured
 
@@ -540,14 +511,3 @@ def _is_read(draft: AnyDraft, method: Method) -> bool:
     # A stop ends a copy by its counts, which the traces do not hold.
     stops = isinstance(method.shape, Tree) and method.shape.stop > 0
     return not isinstance(draft, JoinedDraft) or (copies_fit(method.shape) and not stops)
-
-
-def alpha_sums(
-    target: PreTrainedModel,
-    draft: Draft,
-    rows: Sequence[Continuation],
-    sampling: Sampling,
-    **options: Any,
-) -> AlphaMeasurement:
-    """`measure_alphas` of a single draft."""
-    return measure_alphas(target, {"draft": draft}, rows, sampling, **options)["draft"]

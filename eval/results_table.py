@@ -128,11 +128,7 @@ class ResultsTable:
 
     def drafts_of(self, how: How) -> list[str]:
         """Names of the drafts that were decoded with a tree and a verifier."""
-        drafts = []
-        for draft in self.drafts:
-            if how in self.methods_of(draft):
-                drafts.append(draft)
-        return drafts
+        return [draft for draft in self.drafts if how in self.methods_of(draft)]
 
     def domains(self, kind: SuiteKind | None = None) -> list[str]:
         """Names of the prompt sets, of one kind or of both, ID first."""
@@ -152,8 +148,8 @@ class ResultsTable:
         the target alone.
         """
         methods = self.document["methods"]
-        lossless = {method["verifier"] for method in methods if method["lossless"]}
-        return verifier is None or verifier in lossless
+        lossless = [method["verifier"] for method in methods if method["lossless"]]
+        return verifier in (None, *lossless)
 
     def busy(self, domain: str, temperature: float) -> bool:
         """Whether the machine was too busy to rely on the timings of a set, or of a pool of sets,
@@ -205,13 +201,8 @@ class ResultsTable:
     def _method(self, figure: str, draft: str, tree: Name, verifier: Name) -> How:
         """Complete the name of a method. A decoded method goes before a predicted one."""
         known = dict.fromkeys([*self.methods_of(draft), *self._methods_of[figure, draft]])
-        fit = [
-            method
-            for method in known
-            if tree in (None, method[0]) and verifier in (None, method[1])
-        ]
-        decoded = [method for method in fit if method in self.methods]
-        fit = decoded or fit
+        fit = [how for how in known if tree in (None, how[0]) and verifier in (None, how[1])]
+        fit = [how for how in fit if how in self.methods] or fit
         if len(fit) != 1:
             wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
             listed = ", ".join(map(" ".join, fit or self.methods_of(draft)))
@@ -235,13 +226,11 @@ class ResultsTable:
 
     def why_undefined(self, transfer: Row) -> str | None:
         """Say why a transfer has no value; None if it has one."""
-        from draftsmith.eval.bootstrap import (
-            why_undefined,  # numpy, which a mistyped option need not wait for
-        )
+        # It imports numpy, which a mistyped option need not wait for.
+        from draftsmith.eval.bootstrap import why_undefined
 
-        draft, temperature = transfer["draft"], transfer["temperature"]
-        at_home = self.gain(draft, "id", temperature)
-        elsewhere = self.gain(draft, transfer["domain"], temperature)
+        at_home = self.gain(transfer["draft"], "id", transfer["temperature"])
+        elsewhere = self.beside(transfer, "gain")
         assert at_home is not None and elsewhere is not None, "only gains have a transfer"
         return why_undefined(at_home, elsewhere)
 
@@ -287,10 +276,12 @@ class ResultsTable:
             speedup = (timed["value"] if timed else None) or 0.0
             return self.lossless(tau["verifier"]), speedup, tau["value"] or 0.0
 
-        taus = []
-        for tree, verifier in self.methods_of(draft):
-            taus.append(self.tau(draft, domain, temperature, tree, verifier))
-        return max(taus, key=merit)
+        return max(self.taus(draft, domain, temperature), key=merit)
+
+    def taus(self, draft: str, domain: str, temperature: float) -> list[Row]:
+        """tau with every method that a draft was decoded with."""
+        methods = self.methods_of(draft)
+        return [self.tau(draft, domain, temperature, *how) for how in methods]
 
     def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
         """Return another figure of the same draft, set, temperature, method and part as a row."""

@@ -26,9 +26,8 @@ def headline_and_table(results: ResultsTable) -> list[str]:
     for name in head.rises:
         if command := train_longer(results.models[name]["name"]):
             longer.append(f"train {name} longer: {command}")
-    rising = [head.rising] if head.rising else []
-    seeds = [head.seeds] if head.seeds else []
-    return [head.headline, todo, *rising, *longer, *seeds, *table(results, head.temperature)]
+    more = filter(None, [head.rising, *longer, head.seeds])
+    return [head.headline, todo, *more, *table(results, head.temperature)]
 
 
 def table(results: ResultsTable, decided: float) -> list[str]:
@@ -90,8 +89,8 @@ def summary(results: ResultsTable) -> dict[str, Any]:
     cells = []
     for row in results.by_set("alpha"):
         alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
-        methods = results.methods_of(row["draft"])
-        decoding = [_decoding(results, row, tree, rule) for tree, rule in methods]
+        taus = results.taus(row["draft"], row["domain"], row["temperature"])
+        decoding = [_decoding(results, tau) for tau in taus]
         cells.append({**_about(row), "kind": row["kind"], **alphas, "decoding": decoding})
     transfers = []
     for row in results.rows("transfer"):
@@ -124,26 +123,23 @@ def _figure(name: str, row: Row | Estimate | None) -> dict[str, object]:
     return {name: row["value"], f"{name}_ci": [row["low"], row["high"]]}
 
 
-def _decoding(results: ResultsTable, row: Row, tree: str, verifier: str) -> dict[str, object]:
-    def figure(name: str) -> Row | None:
-        return results.figure(name, row["draft"], row["domain"], row["temperature"], tree, verifier)
-
+def _decoding(results: ResultsTable, tau: Row) -> dict[str, object]:
     def value(name: str) -> float | None:
-        found = figure(name)
+        found = results.beside(tau, name)
         return found["value"] if found else None
 
     identical: dict[str, object] | None = None
-    if same := figure("identical"):
+    if same := results.beside(tau, "identical"):
         gap = value("largest_gap")
         identical = {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap}
-    run = figure("tau_run")
+    run = results.beside(tau, "tau_run")
     return {
-        "tree": tree,
-        "verifier": verifier,
-        "lossless": results.lossless(verifier),
-        **_figure("tau", figure("tau")),
-        **_figure("tau_predicted", figure("tau_predicted")),
-        **_figure("speedup", figure("speedup")),
+        "tree": tau["tree"],
+        "verifier": tau["verifier"],
+        "lossless": results.lossless(tau["verifier"]),
+        **_figure("tau", tau),
+        **_figure("tau_predicted", results.beside(tau, "tau_predicted")),
+        **_figure("speedup", results.beside(tau, "speedup")),
         "tau_predicted_run": [run["low"], run["high"]] if run else None,
         "identical_outputs": identical,
         "tokens_per_s": value("tokens_per_s"),

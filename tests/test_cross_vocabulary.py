@@ -14,8 +14,8 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.load import load_models
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval.acceptance import Continuation, model_logits
-from draftsmith.eval.reading import alpha_sums
 from tests.distilled import write_rows
+from tests.tiny_models import alpha_sums
 
 
 def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(

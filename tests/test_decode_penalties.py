@@ -24,7 +24,7 @@ from draftsmith.decode import (
     SpeculativeDecoder,
 )
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.reading import read_traces
+from draftsmith.eval.reading import Reader
 from tests.chi_square import chi_square, counts_of
 from tests.tiny_models import near, stirred_head, tiny_llama
 
@@ -184,15 +184,15 @@ def test_a_target_has_its_own_and_options_override_them(target_dir):
 def test_acceptance_is_read_with_drafts_as_they_are_decoded(seen):
     """Our drafts see the penalties; those of engines do not. The target itself is the draft."""
     rows = [Continuation(str(row), PROMPTS[row], own("all", row)) for row in range(3)]
-    traces, _ = read_traces(
+    reader = Reader(
         target(),
         {"itself": target()},
-        rows,
         Sampling(temperature=0.0, **PENALTIES["all"]),
         [],
         batch_size=3,
         drafts_see_penalties=seen,
     )
+    traces, _ = reader.read(rows)
     for row, accepted in zip(rows, traces["itself"].values["alpha"][0], strict=True):
         with torch.no_grad():
             ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])

@@ -33,7 +33,6 @@ from draftsmith.drafts.draft_vocabulary import (
 )
 from draftsmith.drafts.load import draft_fingerprint, load_models
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.reading import alpha_sums
 from draftsmith.train import draft_setup
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import Optim
@@ -41,7 +40,7 @@ from draftsmith.train.data import load_examples
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.teacher import StoredTeacher
 from draftsmith.train.trainees.lm import LMTrainee
-from tests.tiny_models import DRAFT_VOCAB, random_llama, tiny_llama
+from tests.tiny_models import DRAFT_VOCAB, alpha_sums, random_llama, tiny_llama
 
 IDS = torch.tensor(DRAFT_VOCAB)
 KEPT = 60

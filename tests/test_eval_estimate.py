@@ -11,8 +11,7 @@ from draftsmith.core.sampling import Sampling, acceptance, generator, probs, uni
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.diagnosis.root_step import RootStep, root_acceptance
 from draftsmith.eval.method import Method
-from draftsmith.eval.reading import alpha_sums
-from tests.tiny_models import near, tiny_llama
+from tests.tiny_models import alpha_sums, near, tiny_llama
 
 VOCAB = 17
 SAMPLINGS = [

@@ -24,9 +24,9 @@ from draftsmith.eval.acceptance import Continuation, draft_logits
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
-from draftsmith.eval.reading import alpha_sums, read_traces
+from draftsmith.eval.reading import Reader
 from draftsmith.eval.summary import summary as summarise
-from tests.tiny_models import HEADS, V, stirred_head, tiny_llama
+from tests.tiny_models import HEADS, V, alpha_sums, stirred_head, tiny_llama
 
 SAMPLING = Sampling(temperature=1.0)
 SAMPLINGS = [Sampling(temperature=0.0), SAMPLING, Sampling(temperature=0.7, top_k=5, top_p=0.9)]
@@ -87,7 +87,7 @@ def test_a_head_that_breaks_at_its_second_depth_is_named_with_the_prompt(target)
         head[1][-1].weight.fill_(torch.nan)
     method = Method("chain:2", "speculative")
     with pytest.raises(RunError, match="^draft mine: non-finite logits on prompt p0"):
-        read_traces(target, {"mine": head}, texts(), SAMPLING, [method], batch_size=4)
+        Reader(target, {"mine": head}, SAMPLING, [method], batch_size=4).read(texts())
 
 
 @pytest.mark.parametrize("own", [V - 6, V + 9])

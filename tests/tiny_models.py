@@ -3,9 +3,9 @@ their targets.
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tokenizers import Tokenizer
@@ -19,12 +19,16 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
+from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.copying import AnyDraft
+from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
 
 M = TypeVar("M", bound=nn.Module)
 V = 23
@@ -147,3 +151,14 @@ def stirred(head: M, size: float = 0.2, seed: int = 5) -> M:
 def stirred_head(name: str, target: PreTrainedModel, size: float = 0.2) -> Head:
     """One of `HEADS`, in eval mode, with every parameter away from where it began."""
     return stirred(HEADS[name](target).eval(), size, seed=7)
+
+
+def alpha_sums(
+    target: PreTrainedModel,
+    draft: AnyDraft,
+    rows: Sequence[Continuation],
+    sampling: Sampling,
+    **options: Any,
+) -> AlphaMeasurement:
+    """`measure_alphas` of a single draft."""
+    return measure_alphas(target, {"draft": draft}, rows, sampling, **options)["draft"]

@@ -18,7 +18,7 @@ from draftsmith.eval.acceptance import Continuation, Positions
 from draftsmith.eval.bootstrap import Floats, PromptSums
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predict
-from draftsmith.eval.reading import read_traces
+from draftsmith.eval.reading import Reader
 
 _BATCH = 8
 _NONE = 1e-6
@@ -58,16 +58,16 @@ class Replay:
 def replay(case: Case, tokens: int) -> Replay:
     """Predict drafting `tokens` at a time along the case's texts."""
     method = Method(f"chain:{tokens}", case.rule)
-    traces, observed = read_traces(
+    reader = Reader(
         case.target,
         {"draft": case.draft},
-        case.rows,
         case.sampling,
         [method],
         batch_size=_BATCH,
         observers={"likelihood": _likelihood},
         drafts_see_penalties=False,
     )
+    traces, observed = reader.read(case.rows)
     likelihood = observed["draft"]["likelihood"]
     counts = predict(method.shape, method.verifier, case.sampling, traces["draft"])
     assert counts is not None

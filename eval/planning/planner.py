@@ -37,7 +37,7 @@ from draftsmith.eval.method import OWN_TREE, Method, shape_of
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.step_costs import Costs, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
-from draftsmith.eval.reading import read_traces
+from draftsmith.eval.reading import Reader
 from draftsmith.eval.schema import Estimate
 
 T = TypeVar("T")
@@ -230,10 +230,8 @@ class Planner:
         """Read the acceptance of chains and trees off the answers."""
         chain = Method(f"chain:{self.depth}", "naive")
         tree = Method(f"kary:{self.ranks(texts)}", "mcsd")
-        drafts = {"d": self.draft}
-        traces, _ = read_traces(
-            self.target, drafts, texts, self.sampling, [chain, tree], batch_size=TEXT_BATCH
-        )
+        reader = Reader(self.target, {"d": self.draft}, self.sampling, [chain, tree], TEXT_BATCH)
+        traces, _ = reader.read(texts)
         return traces["d"]
 
     def time_steps(

@@ -8,3 +8,11 @@ import yaml
 # The sentences, captions, notes and columns of a report.
 _WORDS = Path(__file__).parent / "templates" / "words.yaml"
 WORDS: dict[str, Any] = yaml.safe_load(_WORDS.read_text(encoding="utf-8"))
+
+
+def said(*keys: object, **values: object) -> str:
+    """Return a sentence, to which the keys lead, with its values."""
+    words: Any = WORDS
+    for key in keys:
+        words = words[key]
+    return str(words.format(**values))

@@ -20,7 +20,7 @@ from draftsmith.eval.formats import (
 )
 from draftsmith.eval.method import decode_options
 from draftsmith.eval.remarks import TIES
-from draftsmith.eval.report import WORDS
+from draftsmith.eval.report import WORDS, said
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import BUSY, Row, SuiteKind
 from draftsmith.eval.seeds import seeded
@@ -53,10 +53,9 @@ class Lead:
     @property
     def headline(self) -> str:
         """The decision."""
-        words = WORDS["headlines"][self.decision.verdict]
         if self.decision.verdict == "rejected":
-            return str(words.format(short=_short(self._nearest)))
-        return self._fill(words)
+            return said("headlines", "rejected", short=_short(self._nearest))
+        return self._fill("headlines")
 
     @property
     def temperature(self) -> float:
@@ -80,7 +79,7 @@ class Lead:
     @property
     def seeds(self) -> str:
         """What figures of drafts with several training seeds are; empty without."""
-        return str(WORDS["seeds"]) if seeded(self.results.drafts) else ""
+        return said("seeds") if seeded(self.results.drafts) else ""
 
     @property
     def _next(self) -> str:
@@ -97,13 +96,12 @@ class Lead:
         document = self.results.document
         if not document["clock"].get("timed_again"):
             return ""
-        return str(
-            WORDS["again"].format(
-                quiet=document["clock"]["machine"]["cpus"] + 1,
-                load=max(max(row["load"], default=0.0) for row in document["conditions"]),
-                spread=max(row["spread"] or 0.0 for row in document["conditions"]),
-                prompts=2 * document["config"]["speed_prompts"],
-            )
+        return said(
+            "again",
+            quiet=document["clock"]["machine"]["cpus"] + 1,
+            load=max(max(row["load"], default=0.0) for row in document["conditions"]),
+            spread=max(row["spread"] or 0.0 for row in document["conditions"]),
+            prompts=2 * document["config"]["speed_prompts"],
         )
 
     @property
@@ -111,11 +109,13 @@ class Lead:
         """What to do next."""
         rivals = []
         for rival in self.decision.rivals:
-            words = WORDS["rival"]
-            rivals.append(words.format(setting=_with_tree(Setting.of(rival.tau)), **_tokens(rival)))
+            setting = _with_tree(Setting.of(rival.tau))
+            rivals.append(said("rival", setting=setting, **_tokens(rival)))
         steps = self._nearest.steps if self.decision.hopeless else None
-        return str(WORDS["todo"][self._next]).format(
-            steps=WORDS["steps" if steps else "steps_unknown"].format(steps=steps),
+        return said(
+            "todo",
+            self._next,
+            steps=said("steps" if steps else "steps_unknown", steps=steps),
             rivals=" ".join(rivals),
             again=self.again,
         )
@@ -162,23 +162,21 @@ class Lead:
         """A sentence on every draft whose held-out alpha still rose when training stopped."""
         sentences = []
         for name, rise in self.rises.items():
-            gained = number(rise, 3, sign=True)
-            sentences.append(WORDS["rising"].format(draft=name, gained=gained))
+            sentences.append(said("rising", draft=name, gained=number(rise, sign=True)))
         return " ".join(sentences)
 
     @property
     def detail(self) -> str:
         """The decision with its figures."""
         decision = self.decision
-        text = self._fill(WORDS["details"][decision.verdict])
+        text = self._fill("details")
         if decision.verdict in ("ship", "ship_for"):
-            over = decision.over_base
-            if over is not None:
-                words = WORDS["beats_base" if sign(over, 1.0) == 1 else "as_base"]
+            if (over := decision.over_base) is not None:
+                key = "beats_base" if sign(over, 1.0) == 1 else "as_base"
                 figure = with_interval(over, 2)
-                text += " " + words.format(base=self.results.base, figure=figure)
+                text += " " + said(key, base=self.results.base, figure=figure)
             if not self.results.domains("ood"):
-                text += f" {WORDS['no_ood']}"
+                text += f" {said('no_ood')}"
         named = self._nearest if decision.verdict == "rejected" else None
         for short in decision.hopeless:
             if short != named and short.draft != self.results.base:
@@ -212,7 +210,7 @@ class Lead:
         results = self.results
         rules = {rule for _, rule in results.methods}
         lossy = sorted(rule for rule in rules if not results.lossless(rule))
-        parts = [WORDS["lossy"].format(names=", ".join(lossy))] if lossy else []
+        parts = [said("lossy", names=", ".join(lossy))] if lossy else []
         checks = []
         gaps = [0.0]
         for row in results.by_set("identical", "largest_gap"):
@@ -225,37 +223,40 @@ class Lead:
         total = sum(row["n"] for row in checks)
         if checks and same == total:
             who = "The others are lossless" if lossy else "Lossless"
-            parts.append(WORDS["all_same"].format(who=who, same=same, total=total))
+            parts.append(said("all_same", who=who, same=same, total=total))
         elif checks:
             gap = max(gaps)
             dtype = results.models["target"]["dtype"]
-            cause = WORDS["tie" if gap <= TIES.get(dtype, TIES["float32"]) else "no_tie"]
-            words = WORDS["some_same"]
-            parts.append(words.format(same=same, total=total, gap=gap, dtype=dtype, cause=cause))
+            cause = said("tie" if gap <= TIES.get(dtype, TIES["float32"]) else "no_tie")
+            counts = {"same": same, "total": total, "gap": gap}
+            parts.append(said("some_same", **counts, dtype=dtype, cause=cause))
         elif len(lossy) < len(rules):
-            parts.append(WORDS["not_compared"])
+            parts.append(said("not_compared"))
         return " ".join(parts)
 
-    def _fill(self, template: str) -> str:
+    def _fill(self, key: str) -> str:
+        """The sentence of the verdict under a key."""
         decision = self.decision
         results = self.results
         setting = decision.setting
         if setting is None:
-            return template
+            return said(key, decision.verdict)
         speedups = [cell.speedup for cell in decision.paying or decision.cells]
         with_prompt = [results.beside(row, "speedup_with_prompt") for row in speedups]
         whole = list(filter(None, with_prompt))
         unclear = decision.unclear if len(decision.unclear) < len(decision.cells) else []
-        return template.format(
+        return said(
+            key,
+            decision.verdict,
             draft=setting.draft,
-            joined=WORDS["joined"] if results.joins(setting.draft) else "",
+            joined=said("joined") if results.joins(setting.draft) else "",
             setting=_named(setting),
             method=f"{tree_name(setting.tree)} and {setting.verifier}",
             speed=_range(speedups),
-            whole=WORDS["whole"].format(speed=_range(whole)) if whole else "",
+            whole=said("whole", speed=_range(whole)) if whole else "",
             where=decision.where(decision.paying),
-            unclear=WORDS["unclear"].format(where=decision.where(unclear)) if unclear else "",
-            elsewhere="" if results.domains("ood") else WORDS["elsewhere"],
+            unclear=said("unclear", where=decision.where(unclear)) if unclear else "",
+            elsewhere="" if results.domains("ood") else said("elsewhere"),
             rest=" ".join(self._rest()),
         ).strip()
 
@@ -263,22 +264,24 @@ class Lead:
         """What is decided where the setting does not pay, and where another one pays."""
         decision = self.decision
         rest = []
-        for cell_sign, text in WORDS["rest"].items():
+        for cell_sign in WORDS["rest"]:
             fits = [cell for cell in decision.cells if cell.sign == cell_sign and not cell.busy]
             if fits and not (decision.verdict == "busy" and cell_sign == 0):
-                rest.append(text.format(where=decision.where(fits)))
+                rest.append(said("rest", cell_sign, where=decision.where(fits)))
         if decision.busy and decision.verdict != "busy":
-            rest.append(WORDS["busy_there"].format(where=decision.where(decision.busy)))
+            rest.append(said("busy_there", where=decision.where(decision.busy)))
         for cell in decision.cells:
             fastest = Setting.of(cell.fastest)
             elsewhere = cell.sign != 1 and not cell.busy and fastest != decision.setting
             if elsewhere and sign(cell.fastest, 1.0) == 1:
-                text = WORDS["faster_elsewhere"].format(
-                    where=decision.where([cell]),
-                    setting=_with_tree(fastest),
-                    speed=with_interval(cell.fastest, 2),
+                rest.append(
+                    said(
+                        "faster_elsewhere",
+                        where=decision.where([cell]),
+                        setting=_with_tree(fastest),
+                        speed=with_interval(cell.fastest, 2),
+                    )
                 )
-                rest.append(text)
         return rest
 
     def _of_cell(self, cell: Cell) -> str:
@@ -294,11 +297,11 @@ class Lead:
         text = str(words.format(speed=speed, count=self.decision.comparisons))
         fastest = cell.fastest
         if Setting.of(fastest) != self.decision.setting and (fastest["value"] or 0) > 1:
-            judged = WORDS["fastest"][None if cell.busy else sign(fastest, 1.0)]
-            text += " " + judged.format(other=_clocked(fastest))
+            judged = None if cell.busy else sign(fastest, 1.0)
+            text += " " + said("fastest", judged, other=_clocked(fastest))
         if cell.slower and cell.sign != 1 and not cell.busy:
             others = listed([_clocked(other) for other in cell.slower])
-            text += " " + WORDS["slower"].format(others=others)
+            text += " " + said("slower", others=others)
         return text
 
     def _change(self, temperature: float) -> str:
@@ -319,22 +322,21 @@ class Lead:
         if len(results.aligned) > 1:
             both = " in and out of distribution together" if len(results.kinds) > 1 else ""
             who = f"{draft}, the best of {len(results.aligned)} alignments{both},"
-        words = WORDS["id_change"][sign(results.gain(draft, "id", temperature))]
-        text = str(words.format(who=who, before=before, after=accepted(draft, "id")))
+        change = sign(results.gain(draft, "id", temperature))
+        text = said("id_change", change, who=who, before=before, after=accepted(draft, "id"))
         worst = results.worst_set(draft, temperature)
         if worst is None:
             return f"{text}."
         aside = ""
         if len(results.domains("ood")) > 1:
-            change = number(100 * (worst["value"] or 0.0), 1, sign=True)
-            aside = f" (worst: {worst['domain']}, {change} points)"
+            lost = number(100 * (worst["value"] or 0.0), 1, sign=True)
+            aside = f" (worst: {worst['domain']}, {lost} points)"
         gain = results.gain(draft, "ood", temperature)
-        words = WORDS["ood_change"][sign(gain)]
-        return text + str(words.format(points=points(gain), worst=aside))
+        return text + said("ood_change", sign(gain), points=points(gain), worst=aside)
 
 
 def _short(short: Shortfall) -> str:
-    return str(WORDS["short"].format(draft=short.draft, **_tokens(short.nearest)))
+    return said("short", draft=short.draft, **_tokens(short.nearest))
 
 
 def _tokens(tokens: Tokens) -> dict[str, str]:
