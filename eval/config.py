@@ -100,8 +100,10 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Maximum length of a continuation."""
     speed_prompts: Rare[AtLeast0] = 8
     """Prompts per set to time at batch 1; 0 skips timing."""
-    compile: Rare[bool] = False
-    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them (CUDA only)."""
+    compile: Rare[bool | None] = None
+    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them. Default: on a
+    GPU, if the models can be recorded.
+    """
     batch_size: Rare[AtLeast1] = 16
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000
@@ -192,6 +194,10 @@ class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions)
     """Prompts to time the best trees on."""
     max_new_tokens: Annotated[int, Field(ge=4)] = 64
     """Maximum tokens per prompt."""
+    compile: Rare[bool | None] = None
+    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them. Default: on a
+    GPU, if the models can be recorded.
+    """
     quantize: Quantize = "none"
     """nf4: load the target in 4 bits with bitsandbytes."""
 

@@ -6,7 +6,7 @@ of the prompts.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypedDict
@@ -14,13 +14,13 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.models import (
-    eos_ids,
-)
+from draftsmith.core.device_map import in_parts
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.models import eos_ids
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.progress import Tick, no_tick
 from draftsmith.core.prompts import Prompt
-from draftsmith.core.ranks import divided
+from draftsmith.core.ranks import divided, say
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
     BatchOutput,
@@ -127,6 +127,22 @@ def decoder_of(
     return SpeculativeDecoder(
         target, proposer_of(draft), method.shape, method.verifier, compile=compile
     )
+
+
+def records_steps(asked: bool | None, target: PreTrainedModel, drafts: Iterable[AnyDraft]) -> bool:
+    """Whether to time recorded steps: as asked; by default on a GPU, if one step of each draft can
+    be recorded. If not, print the reason.
+    """
+    if asked is not None or target.device.type != "cuda" or in_parts(target):
+        return bool(asked)
+    try:
+        for proposer in (None, *map(proposer_of, drafts)):
+            decoder = SpeculativeDecoder(target, proposer, compile=True)
+            decoder.generate([[0]], max_new_tokens=2, eos_ids=())
+    except (InputError, RunError) as error:
+        say(f"timing steps without recording them: {error}")
+        return False
+    return True
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from draftsmith.core.io import read_json, refuse_foreign, remove_leftovers
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured
 from draftsmith.core.provenance import provenance
-from draftsmith.core.ranks import is_main, launched, on_main, say
+from draftsmith.core.ranks import from_main, is_main, launched, on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
@@ -33,7 +33,7 @@ from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks, rows
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import AnyDraft, loaded_drafts
-from draftsmith.eval.decoding import decoder_of
+from draftsmith.eval.decoding import decoder_of, records_steps
 from draftsmith.eval.diagnosis.rows import diagnosis_rows
 from draftsmith.eval.facts import clock, model_rows
 from draftsmith.eval.loading import load
@@ -91,7 +91,8 @@ def evaluate_request(request: EvalRequest) -> Results:
         found = resolve_sampling(given.target, pair.target, hottest)
         if found.note:
             say(f"eval: {found.note}")
-        request = request.resolved(found.sampling, date_of(pair.tokenizer))
+        recorded = from_main(lambda: records_steps(given.compile, pair.target, drafts.values()))
+        request = request.resolved(found.sampling, date_of(pair.tokenizer), compile=recorded)
         models = model_rows(given.target, pair.target, request.drafts, drafts)
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)

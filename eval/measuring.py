@@ -270,7 +270,7 @@ class Evaluation:
         if config.compile:
             decides["compile"] = True
         task = self._task(suite, sampling, 1, config.speed_prompts)
-        task = replace(task, compile=config.compile)
+        task = replace(task, compile=bool(config.compile))
         runs = 1 + self.request.runs
         return self.cell(
             decides,

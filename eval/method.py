@@ -66,9 +66,9 @@ def methods_of(source: str, methods: Sequence[Method]) -> list[Method]:
     return list(methods)
 
 
-def decode_options(model: ModelRow, tree: str) -> list[str]:
+def decode_options(model: ModelRow, tree: str, recorded: object) -> list[str]:
     """Return the options of `decode` that draft this tree as a draft of an evaluation or a plan
-    does.
+    does. recorded: whether its steps were.
     """
     source = model["name"]
     if not model["parameters"]:
@@ -76,4 +76,6 @@ def decode_options(model: ModelRow, tree: str) -> list[str]:
     elif model["kind"].startswith(JOINED):
         source = JOINED + source
     options = ["--draft", source]
-    return options if tree == OWN_TREE else [*options, "--tree", tree]
+    if tree != OWN_TREE:
+        options += ["--tree", tree]
+    return [*options, "--compile"] if recorded else options

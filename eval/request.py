@@ -61,13 +61,13 @@ class EvalRequest:
         methods = self.methods.values()
         return sum(map(len, methods))
 
-    def resolved(self, sampling: Sampling, date: str | None) -> "EvalRequest":
-        """Take filters and penalties from a sampling with the target's defaults, and the date that
-        the chat template prints.
+    def resolved(self, sampling: Sampling, date: str | None, *, compile: bool) -> "EvalRequest":  # noqa: A002
+        """Take filters and penalties from a sampling with the target's defaults, the date that the
+        chat template prints, and whether timed steps are recorded.
         """
         values = sampling_options(sampling)
         del values["temperature"]
-        config = replace(self.config, **values, date=date)
+        config = replace(self.config, **values, date=date, compile=compile)
         return replace(self, config=config)
 
 

@@ -15,14 +15,17 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, Tree, parse_tree
 from draftsmith.decode.tree import DynamicTree
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
+from draftsmith.eval.copying import CopyingDraft
+from draftsmith.eval.decoding import records_steps
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
-from draftsmith.eval.planning.plan import _pays
+from draftsmith.eval.planning.plan import _pays, plan
 from draftsmith.eval.planning.planner import TRIED, Expected, Planner
 from draftsmith.eval.planning.serving import (
     batch_rows,
@@ -362,6 +365,55 @@ def test_a_mixture_costs_what_its_steps_took(monkeypatch):
     verify_s = fit(planner.time_steps([text], trees_fit=True)).verify_s
     assert verify_s[1] == 2 * 2  # two of a layer's experts
     assert 1.3 * verify_s[1] < verify_s[2] < verify_s[5] < verify_s[17] <= 2 * 16
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "fails", "recorded"),
+    [
+        ("cpu", None, False, False),
+        ("cuda", None, False, True),
+        ("cuda", None, True, False),
+        ("cuda", False, False, False),
+        ("cuda", True, True, True),
+    ],
+)
+def test_a_gpu_times_recorded_steps_by_default(device, asked, fails, recorded, monkeypatch, capsys):
+    """Unless the draft cannot be recorded."""
+    tried: list[object] = []
+
+    class Recording:
+        def __init__(self, target: object, proposer: object, *, compile: bool) -> None:  # noqa: A002
+            tried.append(proposer)
+
+        def generate(self, *_: object, **__: object) -> None:
+            if fails and tried[-1] is not None:
+                raise RunError("compile: a step cannot be recorded")
+
+    monkeypatch.setattr("draftsmith.eval.decoding.SpeculativeDecoder", Recording)
+    target = cast(Any, torch.nn.Module())
+    target.device = torch.device(device)
+    assert records_steps(asked, target, [CopyingDraft("prompt_lookup")]) == recorded
+    said = "compile: a step cannot be recorded" in capsys.readouterr().err
+    assert said == (fails and asked is None)
+    assert len(tried) == (2 if asked is None and device == "cuda" else 0)
+
+
+def test_a_plan_times_the_steps_that_are_served(target_dir, draft_dir, prompts_file, tmp_path):
+    pair = {"target": str(target_dir), "draft": str(draft_dir), "prompts": str(prompts_file)}
+    with pytest.raises(InputError, match="^compile: CUDA graphs need a CUDA device"):
+        plan(**pair, out=str(tmp_path / "plan.json"), compile=True, device="cpu")
+    planner = Planner(
+        target=tiny_llama(1, 32),
+        draft=tiny_llama(1, 32),
+        prompts=[],
+        sampling=Sampling(temperature=0.0),
+        batch_size=1,
+        max_new_tokens=4,
+        seed=0,
+        compile=cast(bool, "eager"),
+    )
+    shapes_timed: list[Tree | None] = [None, kary((2, 1))]
+    assert [planner.decoder(shape).compile for shape in shapes_timed] == ["eager", "eager"]
 
 
 def test_a_pair_that_takes_chains_only_is_timed_on_whole_chains():

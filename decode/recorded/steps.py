@@ -51,7 +51,7 @@ class _Step:
     form: Hashable
 
 
-def check_backend(backend: bool | str, device: torch.device) -> None:
+def check_backend(backend: bool | str | None, device: torch.device) -> None:
     """Raise InputError if steps would be recorded without a GPU."""
     if backend is True and device.type != "cuda":
         raise InputError(

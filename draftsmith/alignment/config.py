@@ -168,8 +168,10 @@ class EvalChoices:
     """
     speed_prompts: Rare[Open[AtLeast0]] = OPEN
     """Prompts per set to time at batch 1; 0 skips timing."""
-    compile: Rare[bool] = False
-    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them (CUDA only)."""
+    compile: Rare[bool | None] = None
+    """Time steps that are recorded as CUDA graphs, as `decode --compile` runs them. Default: on a
+    GPU, if the models can be recorded.
+    """
     pays_from: Rare[TokensPerCall | None] = None
     """Tokens per target call from which a draft pays, if that is known without timing here. A model
     that stays below by its alpha is not decoded.

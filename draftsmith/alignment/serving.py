@@ -54,7 +54,7 @@ def advise(config: AlignConfig, results: Results) -> Advice:
         what = "lookup"
     elif results.joins(setting.draft):
         what = "both"
-    options = decode_options(model, setting.tree)
+    options = decode_options(model, setting.tree, results.document["config"].get("compile"))
     assert decision.temperature is not None
     commands = {"draftsmith": [decode_command(config, options, decision.temperature)]}
     kind = model["kind"]

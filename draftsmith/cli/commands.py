@@ -302,9 +302,9 @@ def _plan(config: "PlanConfig", command: str) -> CommandResult:
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"
-    how = f"--tree {tree}"
-    if copies_first(config.draft):
-        how = shlex.join(decode_options(document["models"]["draft"], tree))
+    options = decode_options(document["models"]["draft"], tree, document["compile"])
+    # What copies is named; the draft of the plan need not be.
+    how = shlex.join(options if copies_first(config.draft) else options[2:])
     return CommandResult(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+from draftsmith.core.devices import resolve_device
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import write_json_atomic
 from draftsmith.core.options import configured
@@ -20,6 +21,7 @@ from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
+from draftsmith.decode.recorded.steps import check_backend
 from draftsmith.drafts.draft_sources import check_sources, models_of
 from draftsmith.drafts.engine_commands import SERVING, schedule_lines, setting_lines
 from draftsmith.drafts.heads.block import BlockHead
@@ -28,6 +30,7 @@ from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
+from draftsmith.eval.decoding import records_steps
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
@@ -124,6 +127,7 @@ def plan_document(
         "sampling": planner.sampling.record(),
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
+        "compile": planner.compile,
         "prompts": len(texts or planner.prompts),
         "prompt_groups": planner.groups,
         "positions": sum(len(row.output_ids) for row in texts) if expected else None,
@@ -192,6 +196,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     config = configured(PlanConfig, config, options)
     sources = {"draft": config.draft}
     check_sources(sources.values())
+    check_backend(config.compile, resolve_device(config.device))
     (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
     drafts = loaded_drafts(sources, pair)
     say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
@@ -207,6 +212,7 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
+        compile=records_steps(config.compile, pair.target, drafts.values()),
     )
     document = plan_pair(planner, config.confirm_prompts, config.batch_sizes)
     models = model_rows(config.target, pair.target, sources, drafts)
@@ -239,6 +245,8 @@ def plan_lines(document: dict[str, Any]) -> list[str]:
     if document["conditions"]["busy"]:
         verdict = f"cannot tell, the machine was busy; the best was {best}, {times} times no draft"
     where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
+    if document["compile"]:
+        where += ", recorded steps"
     lines = [f"remark: {remark}" for remark in document["remarks"]]
     if document["conditions"]["busy"]:
         lines.append("plan again when the machine is idle")

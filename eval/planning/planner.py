@@ -127,6 +127,7 @@ class Planner:
     batch_size: int
     max_new_tokens: int
     seed: int
+    compile: bool = False
     started: float = field(default_factory=time.perf_counter)
     load: float = field(default_factory=lambda: os.getloadavg()[0])
 
@@ -168,8 +169,14 @@ class Planner:
         draft this shape.
         """
         if shape is None:
-            return SpeculativeDecoder(self.target)
-        return SpeculativeDecoder(self.target, proposer_of(self.draft), shape, self.verifier(shape))
+            return SpeculativeDecoder(self.target, compile=self.compile)
+        return SpeculativeDecoder(
+            self.target,
+            proposer_of(self.draft),
+            shape,
+            self.verifier(shape),
+            compile=self.compile,
+        )
 
     def run(
         self,

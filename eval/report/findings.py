@@ -139,7 +139,8 @@ class Lead:
             return ""
         models = document["models"]
         words = ["draftsmith", "decode", "--target", models["target"]["name"]]
-        words += decode_options(models[setting.draft], setting.tree)
+        recorded = document["config"].get("compile")
+        words += decode_options(models[setting.draft], setting.tree, recorded)
         words += ["--verifier", setting.verifier]
         words += ["--temperature", f"{temperature:g}", "--prompt", "TEXT"]
         return shlex.join(words)
