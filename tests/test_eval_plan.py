@@ -399,7 +399,11 @@ def test_a_gpu_times_recorded_steps_by_default(device, asked, fails, recorded, m
 
 
 def test_a_plan_times_the_steps_that_are_served(target_dir, draft_dir, prompts_file, tmp_path):
-    pair = {"target": str(target_dir), "draft": str(draft_dir), "prompts": str(prompts_file)}
+    pair: dict[str, Any] = {
+        "target": str(target_dir),
+        "draft": str(draft_dir),
+        "prompts": str(prompts_file),
+    }
     with pytest.raises(InputError, match="^compile: CUDA graphs need a CUDA device"):
         plan(**pair, out=str(tmp_path / "plan.json"), compile=True, device="cpu")
     planner = Planner(
