@@ -118,7 +118,7 @@ def _alignment(directory: Path) -> Held | None:
     begun = _unfinished(directory, "an alignment", facts, again, parts)
     if begun.state == "running" or not report.is_file():
         return begun
-    return Held(str(directory), "an alignment", "finished", facts, again, f"open {report}")
+    return replace(begun, state="finished", following=f"open {report}")
 
 
 def _distilled_set(directory: Path) -> Held | None:

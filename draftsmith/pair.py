@@ -63,18 +63,8 @@ class Listed(Protocol):
         """Return it as a list."""
 
 
-class TheirOptions(TypedDict, total=False):
-    """Options of transformers' `generate` that are read here under their own names."""
-
-    attention_mask: object
-    generation_config: object
-    pad_token_id: int | None
-    stop_strings: str | Sequence[str]
-    use_cache: bool
-
-
-class GenerateOptions(TheirOptions, total=False):
-    """The options of `Pair.generate`."""
+class GenerateOptions(TypedDict, total=False):
+    """The options of `Pair.generate`, and those of transformers that are read under their names."""
 
     draft: str | Sequence[str] | None
     proposer: str | Proposer | None
@@ -99,6 +89,11 @@ class GenerateOptions(TheirOptions, total=False):
     ignore_eos: bool
     batch_size: int
     on_tokens: OnTokens | None
+    attention_mask: object
+    generation_config: object
+    pad_token_id: int | None
+    stop_strings: str | Sequence[str]
+    use_cache: bool
 
 
 def _listed(value: object) -> object:

@@ -178,7 +178,7 @@ def _make(
             num_layers=config.num_layers or max(1, depth // 4),
             keep=keep,
             intermediate_size=config.intermediate_size,
-            texts=[(*text.prompt_ids, *text.output_ids) for text in texts],
+            texts=[text.ids for text in texts],
         )
         numbers = " ".join(map(str, layers))
         return draft, [f"layers {numbers} of the target's {depth}, chosen as {keep}"]

@@ -20,6 +20,7 @@ independent.
 Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,7 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.sampling import draw
+from draftsmith.core.sampling import draw, generator, row_seed, uniforms
 from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 from draftsmith.drafts.heads import Head
@@ -55,6 +56,11 @@ class Continuation:
     prompt_ids: Sequence[int]
     output_ids: Sequence[int]
     answered: int = 0
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole text."""
+        return [*self.prompt_ids, *self.output_ids]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +88,23 @@ class Positions:
         sums = np.zeros((len(self.texts), *values.shape[1:]))
         np.add.at(sums, rows[chosen], values.cpu().numpy())
         return list(sums.tolist())
+
+    def drawn(
+        self, counts: Sequence[int], shape: tuple[int, ...], what: str, seed: int
+    ) -> tuple[list[int], Tensor]:
+        """Choose `counts[text]` positions spread over each text; return them, and uniforms of a
+        shape for each. Each text has its own stream, the same for every draft.
+        """
+        chosen: list[int] = []
+        values = []
+        first = 0
+        for text, length, most in zip(self.texts, self.lengths, counts, strict=True):
+            count = min(most, length)
+            stream = generator(row_seed(seed, f"{text.id}/{what}"))
+            values.append(uniforms([stream], count * math.prod(shape)).view(count, *shape))
+            chosen += [first + (2 * i + 1) * length // (2 * count) for i in range(count)]
+            first += length
+        return chosen, torch.cat(values)
 
 
 @torch.inference_mode()

@@ -172,7 +172,8 @@ def interval(
     return max(least, wide_low), min(most, wide_high)
 
 
-def _estimate(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
+def resampled(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
+    """A figure with the interval of its resamples, within `bounds` as of `interval`."""
     low, high = interval(values_R, picks, **bounds)
     return Estimate(value=value, low=low, high=high, n=picks.groups)
 
@@ -182,7 +183,7 @@ def estimate(sums: PromptSums, picks: Resamples, most: float = math.inf) -> Esti
     most = 1.0 if sums.shares else most
     # Counts per target call are at least 1.
     least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
-    return _estimate(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
+    return resampled(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
@@ -194,7 +195,7 @@ def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate
         value = value / below.pooled if below.pooled else None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    return _estimate(value, values_R, picks, least=0.0)
+    return resampled(value, values_R, picks, least=0.0)
 
 
 def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
@@ -203,7 +204,7 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     if value is not None:
         value = None if base.pooled is None else value - base.pooled
     most = 1.0 if new.shares and base.shares else math.inf
-    return _estimate(value, Gain(new, base, picks).of_resamples(), picks, least=-most, most=most)
+    return resampled(value, Gain(new, base, picks).of_resamples(), picks, least=-most, most=most)
 
 
 def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
@@ -218,7 +219,7 @@ def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
     assert gain_id["value"] is not None and gain_ood["value"] is not None
     with np.errstate(divide="ignore", invalid="ignore"):
         values_R = elsewhere.of_resamples() / at_home.of_resamples()
-    return _estimate(gain_ood["value"] / gain_id["value"], values_R, elsewhere.picks)
+    return resampled(gain_ood["value"] / gain_id["value"], values_R, elsewhere.picks)
 
 
 def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | None:

@@ -107,9 +107,8 @@ def evaluate_request(request: EvalRequest) -> Results:
         notes += announce(late, strict=False)
 
         def write() -> None:
-            document = _document(work, measured, notes, given=given, started=started)
-            Results(document, out).write()
-            results = Results.load(out)
+            results = Results(_document(work, measured, notes, given, started), out)
+            results.write()
             write_report(results)
             track(request.config, results)
 
@@ -141,7 +140,6 @@ def _document(
     work: Evaluation,
     measured: rows.Measured,
     notes: list[Remark],
-    *,
     given: EvalConfig,
     started: float,
 ) -> ResultsDocument:
@@ -158,21 +156,13 @@ def _document(
         config=without_secrets(options),
         models=work.models,
         provenance=provenance(command_line("eval", given), options),
-        clock={
-            **clock(started, work.reused, work.measured, work.pair.target),
-            "timed_again": again,
-        },
+        clock=clock(started, work.reused, work.measured, work.pair.target) | {"timed_again": again},
         remarks=notes,
         diagnosis=diagnosis_rows(setting, measured, text_of),
     )
 
 
-def render(directory: str | Path) -> Path:
-    """Draw the report again from DIR/results.json."""
-    return write_report(Results.load(directory))
-
-
-def without_timings(directory: str | Path) -> EvalConfig:
+def without_timings(directory: str) -> EvalConfig:
     """Remove the timings of an evaluation and return its options: `evaluate` measures only them
     again. Raise InputError if they were already timed again, and the machine is as busy as then.
     """
@@ -183,7 +173,7 @@ def without_timings(directory: str | Path) -> EvalConfig:
     if head.again and loads and load > min(loads) - 0.5:
         raise InputError(f"--time_again {directory}: the load average is {load:.1f}; {head.again}")
     Path(directory, "cells", TIMED_AGAIN).touch()
-    options = found_again(results.document["config"], str(directory))
+    options = found_again(results.document["config"], directory)
     for cell in Path(directory).glob("cells/*.json"):
         if "one_level" in read_json(cell, "a measurement"):
             cell.unlink()

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.device_map import is_spread
 from draftsmith.core.devices import peak_memory
 from draftsmith.core.divided_target import is_divided
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import (
     context_length,
     dtype_name,
@@ -133,7 +133,7 @@ def identity(model: ModelRow) -> list[str]:
     return [model["fingerprint"], model["dtype"], device]
 
 
-def machine(model: PreTrainedModel) -> dict[str, Any]:
+def machine(model: PreTrainedModel) -> JsonObject:
     """The processor, threads, GPU and system that the timings hold for."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
@@ -150,7 +150,7 @@ def machine(model: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> dict[str, Any]:
+def clock(started: float, reused: int, measured: int, target: PreTrainedModel) -> JsonObject:
     """Start (given in seconds since 1970) and end of the run, cells reused and measured, machine
     and peak memory.
     """

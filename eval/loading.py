@@ -70,14 +70,13 @@ def load(
     pair = load_models(config.target, drafts, tokenizer=tokenizer, **options)
     take_over(pair.target, *pair.drafts.values())
     suites = fit(suites, config.max_new_tokens, pair.context)
-    asking = [index for index, suite in enumerate(suites) if _asks_again(suite.source)]
-    for index in asking:
-        suite = suites[index]
-        say(f"{suite.name}: {len(suite.prompts)} first answers by the target")
-        again = _ask_again(pair.target, pair.tokenizer, suite.prompts, config.max_new_tokens)
-        suites[index] = replace(suite, prompts=again)
-    if asking:
-        suites = fit(suites, config.max_new_tokens, pair.context)
+    for index, suite in enumerate(suites):
+        if _asks_again(suite.source):
+            say(f"{suite.name}: {len(suite.prompts)} first answers by the target")
+            again = _ask_again(pair.target, pair.tokenizer, suite.prompts, config.max_new_tokens)
+            suites[index] = replace(suite, prompts=again)
+    # Second questions are longer.
+    suites = fit(suites, config.max_new_tokens, pair.context)
     # Last, so that a refusal above stands alone.
     for read in reads:
         read.say_skipped()
@@ -92,8 +91,8 @@ def _kept_date(out: str | None, drafts: Mapping[str, str]) -> str | None:
             return date
     file = Path(str(out)) / "results.json"
     results = read_json(file, "results") if file.is_file() else {}
-    kept: str | None = results.get("config", {}).get("date")
-    return kept
+    date = results.get("config", {}).get("date")
+    return date
 
 
 def _asks_again(source: str) -> bool:

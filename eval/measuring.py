@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Literal, TypeVar
 
 from draftsmith.core.agreement import agree
@@ -89,27 +90,24 @@ class Evaluation:
         """
         models = {name: row["fingerprint"] for name, row in self.models.items()}
         agree({"models": models, "prompts": {suite.name: suite.digest for suite in self.suites}})
-        samplings = self.request.samplings
-        prompts = sum(len(suite.prompts) for suite in self.suites) * len(samplings)
+        parts = list(product(self.suites, self.request.samplings))
+        prompts = sum(len(suite.prompts) for suite, _ in parts)
         measured = Measured({}, {}, {}, {})
         with progress("eval", prompts * (1 + len(self.drafts))) as self.advance:
-            for suite in self.suites:
-                for sampling in samplings:
-                    self._read(suite, sampling, measured)
+            for part in parts:
+                self._read(*part, measured)
         self.request = self._worth_decoding(measured)
         runs = self.request.runs
         timed = self.request.config.speed_prompts if runs else 0
         total = prompts * runs
-        for suite in self.suites:
-            total += min(timed, len(suite.prompts)) * (1 + runs) * len(samplings)
+        for suite, _ in parts:
+            total += min(timed, len(suite.prompts)) * (1 + runs)
         with progress("eval", total) as self.advance:
-            for suite in self.suites:
-                for sampling in samplings:
-                    self._count(suite, sampling, measured)
-            for suite in self.suites if timed else ():
-                for sampling in samplings:
-                    at = (suite.name, sampling.temperature)
-                    measured.speeds[at] = self._time(suite, sampling)
+            for part in parts:
+                self._count(*part, measured)
+            for suite, sampling in parts if timed else ():
+                at = (suite.name, sampling.temperature)
+                measured.speeds[at] = self._time(suite, sampling)
         return measured
 
     @property
@@ -132,11 +130,10 @@ class Evaluation:
         request = self.request
         methods = dict(request.methods)
         least = least_that_pays(request.config.pays_from)
-        predicted = list(prediction_rows(self.setting, measured))
+        rows = prediction_rows(self.setting, measured)
+        predicted = [row for row in rows if row["figure"] == "tau_predicted"]
         for name, draft in self.drafts.items() if not request.config.require else ():
-            taus = [
-                row for row in predicted if (row["draft"], row["figure"]) == (name, "tau_predicted")
-            ]
+            taus = [row for row in predicted if row["draft"] == name]
             foreseen = {(row["tree"], row["verifier"]) for row in taus}
             asked = {(method.tree, method.verifier) for method in methods[name]}
             most = max((row["high"] or math.inf for row in taus), default=math.inf)
@@ -161,11 +158,11 @@ class Evaluation:
             "seed": self.request.config.seed,
         }
 
-    def _task(self, suite: Suite, sampling: Sampling, batch_size: int, prompts: int | None) -> Task:
+    def _task(self, suite: Suite, sampling: Sampling, batch_size: int) -> Task:
         config = self.request.config
         return Task(
             target=self.pair.target,
-            prompts=suite.prompts[:prompts],
+            prompts=suite.prompts,
             sampling=sampling,
             eos=eos_ids(self.pair.target),
             max_new_tokens=config.max_new_tokens,
@@ -175,37 +172,35 @@ class Evaluation:
 
     def _read(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
         """Measure one suite at one temperature: the target's texts, and acceptance on them."""
-        batch_size = self.request.config.batch_size
-        task = self._task(suite, sampling, batch_size, None)
-        temperature = sampling.temperature
-        where = f"{suite.name}, T={temperature:g}"
+        task, decides = self._decoding(suite, sampling)
+        where = f"{suite.name}, T={sampling.temperature:g}"
         count = len(suite.prompts)
-        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
         baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
-        measured.baselines[suite.name, temperature] = baseline
+        measured.baselines[suite.name, sampling.temperature] = baseline
         texts = continuations(suite.prompts, baseline)
         for name, alpha in self._alphas(sampling, texts, decides).items():
-            measured.alphas[suite.name, temperature, name] = alpha
+            measured.alphas[suite.name, sampling.temperature, name] = alpha
             self.advance(count, f"alpha: {where}")
 
     def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
         """Decode one suite at one temperature with every draft."""
-        batch_size = self.request.config.batch_size
-        task = self._task(suite, sampling, batch_size, None)
-        temperature = sampling.temperature
-        where = f"{suite.name}, T={temperature:g}"
-        count = len(suite.prompts)
-        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
-        baseline = measured.baselines[suite.name, temperature]
+        task, decides = self._decoding(suite, sampling)
+        at = (suite.name, sampling.temperature)
         for name, draft in self.drafts.items():
             for method in self.request.methods[name]:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}
-                measured.decodings[suite.name, temperature, name, method] = self.cell(
+                measured.decodings[*at, name, method] = self.cell(
                     decides | drafted | method.facts,
-                    partial(task.decoding, draft, method, baseline),
-                    f"{name}, {method.tree}: {where}",
-                    count,
+                    partial(task.decoding, draft, method, measured.baselines[at]),
+                    f"{name}, {method.tree}: {suite.name}, T={sampling.temperature:g}",
+                    len(suite.prompts),
                 )
+
+    def _decoding(self, suite: Suite, sampling: Sampling) -> tuple[Task, Decides]:
+        """The task of decoding a suite, and what decides the target's texts."""
+        batch_size = self.request.config.batch_size
+        decides = self._decides("baseline", suite, sampling) | {"batch_size": batch_size}
+        return self._task(suite, sampling, batch_size), decides
 
     def _alphas(
         self, sampling: Sampling, texts: Sequence[Continuation], decides: Decides
@@ -269,14 +264,15 @@ class Evaluation:
         }
         if config.compile:
             decides["compile"] = True
-        task = self._task(suite, sampling, 1, config.speed_prompts)
-        task = replace(task, compile=bool(config.compile))
+        task = self._task(suite, sampling, 1)
+        prompts = suite.prompts[: config.speed_prompts]
+        task = replace(task, prompts=prompts, compile=bool(config.compile))
         runs = 1 + self.request.runs
         return self.cell(
             decides,
             partial(task.speed, self.drafts, self.request.methods, costs_of),
             f"timing: {suite.name}, T={sampling.temperature:g}",
-            units=runs * len(task.prompts),
+            units=runs * len(prompts),
             who="main" if groups() == launched() else "all",
         )
 

@@ -2,13 +2,14 @@
 
 import os
 import re
-from typing import Any
+
+from draftsmith.core.io import JsonObject
 
 # What stands before the path in an option: a name, a suite, a kind of tree.
 _BEFORE = re.compile(r"(?:[^=/]*=)?(?:@[\w-]+:|static:|auto:|retrieval:|prompt_lookup\+)?")
 
 
-def found_again(options: dict[str, Any], directory: str) -> dict[str, Any]:
+def found_again(options: JsonObject, directory: str) -> JsonObject:
     """Return the options with `directory` as OUT and with local paths as seen from it.
 
     A path that lies to `directory` as it lay to OUT is taken; the others stay as they are.

@@ -26,12 +26,11 @@ def with_pooled_runs(setting: Setting, measured: Measured) -> tuple[Setting, Mea
         of_run = {}
         for run in timed["runs"]:
             of_run[*at, run["draft"] or "", run["tree"], run["verifier"]] = run
-        pooled = _pooled(of_run)
-        runs: list[Any] = [{**pooled[key], "draft": key[2] or None} for key in pooled]
+        runs: list[Any] = [{**run, "draft": key[2] or None} for key, run in _pooled(of_run).items()]
         speeds[at] = {**timed, "runs": runs}
-    alphas, decodings = _pooled(measured.alphas), _pooled(measured.decodings)
-    measured = replace(measured, alphas=alphas, decodings=decodings, speeds=speeds)
-    return replace(setting, methods=methods | dict(setting.methods)), measured
+    decodings = _pooled(measured.decodings)
+    pooled = Measured(measured.baselines, _pooled(measured.alphas), decodings, speeds)
+    return replace(setting, methods=methods | dict(setting.methods)), pooled
 
 
 def _pooled(measurements: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -105,6 +105,8 @@ Measurements = Mapping[str, Any]
 """Lists with an entry per text, by name."""
 Observer = Callable[[Positions], Measurements]
 """Called once for every draft and group of texts."""
+Observed = dict[str, dict[str, Measurements]]
+"""By draft and observer."""
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Continuation]]:
@@ -140,7 +142,7 @@ class _Batch:
 
     @classmethod
     def of(cls, start: int, rows: Sequence[Continuation], device: torch.device) -> "_Batch":
-        texts = [torch.tensor([*row.prompt_ids, *row.output_ids]) for row in rows]
+        texts = [torch.tensor(row.ids) for row in rows]
         ids_BS = pad_sequence(texts, batch_first=True).to(device)
         ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
         prompt_B = torch.tensor([len(row.prompt_ids) for row in rows], device=device)
@@ -172,8 +174,7 @@ class _Batch:
         changed: list[Tensor] = []
         for row, own_LV in zip(self.rows, logits_NV.split(lengths), strict=True):
             prompt = len(row.prompt_ids) - row.answered
-            ids = [*row.prompt_ids, *row.output_ids]
-            seen = Seen.along(ids[:prompt], ids[prompt:], own_LV)
+            seen = Seen.along(row.ids[:prompt], row.ids[prompt:], own_LV)
             changed.append(penalised(own_LV, sampling, seen))
         return torch.cat(changed)
 
@@ -207,7 +208,7 @@ class _Part:
     """Traces and observations of some rows, by draft."""
 
     traces: dict[str, Traces]
-    observed: dict[str, dict[str, Measurements]]
+    observed: Observed
 
 
 @dataclass(eq=False)
@@ -248,9 +249,7 @@ class Reader:
     def _joins(self, name: str) -> bool:
         return isinstance(self.drafts[name], JoinedDraft)
 
-    def read(
-        self, rows: Sequence[Continuation]
-    ) -> tuple[dict[str, Traces], dict[str, dict[str, Measurements]]]:
+    def read(self, rows: Sequence[Continuation]) -> tuple[dict[str, Traces], Observed]:
         """Return each draft's traces, and each observer's results. Launched processes divide the
         batches. Raise RunError with model and prompt if logits are not finite.
         """
@@ -267,7 +266,7 @@ class Reader:
         batches = -(-len(rows) // self.batch_size)
         parts = list(chain.from_iterable(divided(batches, read_batch)))
         traces = {}
-        observed: dict[str, dict[str, Measurements]] = {}
+        observed: Observed = {}
         for name in self.drafts:
             traces[name] = Traces.joined([part.traces[name] for part in parts])
             observed[name] = {}
@@ -323,8 +322,7 @@ class Reader:
         """
         columns = batch.ids_BT.shape[1]
         if self.states is not None:
-            texts = [[*row.prompt_ids, *row.output_ids] for row in batch.rows]
-            rows = [self.states.get(ids).transpose(0, 1) for ids in texts]
+            rows = [self.states.get(row.ids).transpose(0, 1) for row in batch.rows]
             states_BTLH = pad_sequence(rows, batch_first=True)[:, :columns].to(self.target.device)
             stored = dict(zip(cached_layers(layers), states_BTLH.unbind(2), strict=True))
             return borrow(self.target).project(stored[-1][:, first:]), stored
@@ -371,10 +369,9 @@ class Reader:
     ) -> None:
         """Record the draft's figures at `depth` (0: the next token)."""
         depth = drafted.depth
-        total = len(batch.row_N)
         # Positions of a row are consecutive in N, so n's root is n - depth if both are in one row.
-        same_N = batch.row_N[depth:] == batch.row_N[: max(0, total - depth)]
-        n_N = torch.arange(total, device=p_NV.device)[depth:][same_N]
+        same_N = batch.row_N[depth:] == batch.row_N[: max(0, len(batch.row_N) - depth)]
+        n_N = depth + same_N.nonzero()[:, 0]
         if depth and not len(n_N):
             return
         x_N1 = batch.x_N1[n_N]

@@ -42,24 +42,15 @@ class EvalRequest:
     @property
     def samplings(self) -> list[Sampling]:
         """A sampling per temperature. Filters that are not set are off."""
-        config = self.config
-        top_p = 1.0 if config.top_p is None else config.top_p
-        filters = Sampling(
-            top_k=config.top_k or 0,
-            top_p=top_p,
-            min_p=config.min_p or 0.0,
-            repetition_penalty=config.repetition_penalty or 1.0,
-            presence_penalty=config.presence_penalty or 0.0,
-            frequency_penalty=config.frequency_penalty or 0.0,
-        )
-        temperatures = dict.fromkeys(config.temperature)
-        return [replace(filters, temperature=temperature) for temperature in temperatures]
+        asked = sampling_options(self.config)
+        temperatures = dict.fromkeys(asked.pop("temperature"))
+        given = {key: value for key, value in asked.items() if value is not None}
+        return [Sampling(temperature=temperature, **given) for temperature in temperatures]
 
     @property
     def runs(self) -> int:
         """Number of drafts with a method."""
-        methods = self.methods.values()
-        return sum(map(len, methods))
+        return sum(map(len, self.methods.values()))
 
     def resolved(self, sampling: Sampling, date: str | None, *, compile: bool) -> "EvalRequest":  # noqa: A002
         """Take filters and penalties from a sampling with the target's defaults, the date that the

@@ -3,7 +3,7 @@
 A new figure is one `group.row(...)` here, and its meaning in definitions.yaml.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -13,6 +13,7 @@ import numpy as np
 
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import without_secrets
+from draftsmith.core.io import JsonObject
 from draftsmith.core.prompts import prompt_hash
 from draftsmith.core.sampling import row_seed
 from draftsmith.decode.stats import independent_tau
@@ -60,10 +61,12 @@ from draftsmith.eval.schema import (
 )
 from draftsmith.eval.suites import Suite, prompt_groups
 
-# Figures of alpha by the key of their per-prompt sums.
-ALPHAS = {"alpha_greedy_draft": "greedy", "alpha_match": "match", "missing_mass": "missing"}
-# Of a draft that copies: figures by the keys of their per-prompt sums, numerator and denominator.
-ALPHAS_BY_SOURCE = {
+# Figures of alpha by the keys of their per-prompt sums, numerator and denominator.
+ALPHAS = {
+    "alpha_greedy_draft": ("greedy", "count"),
+    "alpha_match": ("match", "count"),
+    "missing_mass": ("missing", "count"),
+    # Of a draft that copies.
     "offered": ("copied", "count"),
     "alpha_offered": ("copied_sum", "copied"),
     "alpha_drafted": ("drafted_sum", "drafted"),
@@ -79,7 +82,7 @@ class Measured:
 
     baselines: dict[tuple[str, float], BaselineMeasurement]
     alphas: dict[tuple[str, float, str], AlphaMeasurement]
-    decodings: dict[tuple[str, float, str, Method], dict[str, Any]]
+    decodings: dict[tuple[str, float, str, Method], JsonObject]
     speeds: dict[tuple[str, float], SpeedMeasurement]
 
 
@@ -216,14 +219,12 @@ def alpha_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
     for group in setting.groups():
         for draft in setting.methods:
             here = gain(group, draft)
+            parts = group.parts(measured.alphas, draft)
+            positions = here.new.denominator_P.sum()
             yield group.row("alpha", draft, here.new)
             yield group.row("alpha_per_prompt", draft, here.new.mean_per_prompt)
-            positions = here.new.denominator_P.sum()
             yield group.row("positions", draft, positions)
-            parts = group.parts(measured.alphas, draft)
-            for figure, key in ALPHAS.items():
-                yield group.row(figure, draft, ratio(parts, key, "count"))
-            for figure, (above, below) in ALPHAS_BY_SOURCE.items():
+            for figure, (above, below) in ALPHAS.items():
                 if above in parts[0]:
                     yield group.row(figure, draft, ratio(parts, above, below))
             if draft == setting.base:
@@ -334,10 +335,10 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             method = None
             if first["draft"] is not None:
                 method = Method(first["tree"], first["verifier"])
-                whole = quotient(_with_prompt(runs), _with_prompt(alone), picks)
-                figures["speedup"] = quotient(rate, alone_rate, picks)
                 step = ratio(runs, "decode_s", "target_calls")
                 alone_step = ratio(alone, "decode_s", "target_calls")
+                whole = quotient(_with_prompt(runs), _with_prompt(alone), picks)
+                figures["speedup"] = quotient(rate, alone_rate, picks)
                 figures["tau_needed"] = quotient(step, alone_step, picks)
                 figures["speedup_with_prompt"] = whole
             draft = first["draft"] or TARGET
@@ -364,17 +365,16 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
         if timed is None:
             continue
         for level in timed["one_level"]:
-            run = next(run for run in timed["runs"] if _same_cell(run, level))
+            run = next(run for run in timed["runs"] if _how(run) == _how(level))
             count = len(level["decode_s"])
-            steps = sum(run["target_calls"][:count])
-            alone_s = _seconds_per_step(timed["runs"][0], count)
-            step_s = _seconds_per_step(run, count)
-            flat_s = _seconds_per_step(level, count)
-            calls = sum(run["depth_sum"][:count]) / max(1, steps)
-            if calls <= 1 or not alone_s or step_s is None or flat_s is None:
+            alone_s = _per_step(timed["runs"][0], "decode_s", count)
+            step_s = _per_step(run, "decode_s", count)
+            flat_s = _per_step(level, "decode_s", count)
+            calls = _per_step(run, "depth_sum", count)
+            if calls <= 1 or not alone_s or not flat_s:
                 continue
-            method = Method(run["tree"] or "", run["verifier"] or "")
-            draft = run["draft"] or ""
+            draft, tree, verifier = _how(run)
+            method = Method(tree, verifier)
             draft_call = max(0.0, (step_s - flat_s) / (calls - 1)) / alone_s
             verify = max(0.0, flat_s / alone_s - draft_call)
             groups = len(set(setting.prompt_groups[group.domain][:count]))
@@ -382,14 +382,13 @@ def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             yield group.row("verify", draft, verify, method, n=groups)
 
 
-def _same_cell(run: SpeedRun, other: SpeedRun) -> bool:
-    return all(run[key] == other[key] for key in ("draft", "tree", "verifier"))
+def _how(run: SpeedRun) -> tuple[str, str, str]:
+    return run["draft"] or "", run["tree"] or "", run["verifier"] or ""
 
 
-def _seconds_per_step(run: SpeedRun, count: int) -> float | None:
-    """Over the first `count` prompts."""
-    steps = sum(run["target_calls"][:count])
-    return sum(run["decode_s"][:count]) / steps if steps else None
+def _per_step(run: SpeedRun, key: Literal["decode_s", "depth_sum"], count: int) -> float:
+    """Over the first `count` prompts; 0 without steps."""
+    return sum(run[key][:count]) / max(1, sum(run["target_calls"][:count]))
 
 
 def counts(setting: Setting, measured: Measured) -> Iterator[Counts]:
@@ -456,10 +455,10 @@ def suite_rows(setting: Setting) -> Iterator[SuiteRow]:
 def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
     """How quiet the machine was during each timing."""
     rows = []
-    for (suite, temperature), timed in measured.speeds.items():
+    for at, timed in measured.speeds.items():
         alone = timed["runs"][0]
         rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
-        rows.append(conditions(suite, temperature, timed["load"], rates, cpus))
+        rows.append(conditions(*at, timed["load"], rates, cpus))
     return rows
 
 
@@ -467,12 +466,12 @@ def assemble(
     setting: Setting,
     measured: Measured,
     *,
-    config: dict[str, Any],
+    config: JsonObject,
     models: dict[str, ModelRow],
-    provenance: dict[str, Any],
-    clock: dict[str, Any],
+    provenance: JsonObject,
+    clock: JsonObject,
     remarks: Sequence[Remark] = (),
-    diagnosis: Sequence[Row] = (),
+    diagnosis: Iterable[Row] = (),
 ) -> ResultsDocument:
     """Make results.json. `diagnosis` are the rows of `eval.diagnosis.rows`."""
     rows: list[Row] = []

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple, NotRequired
 # pydantic reads those of `typing` only from Python 3.12 on.
 from typing_extensions import TypedDict
 
+from draftsmith.core.io import JsonObject
+
 SCHEMA_VERSION: Literal[6] = 6
 
 SuiteKind = Literal["id", "ood"]
@@ -24,21 +26,6 @@ How = tuple[str, str]
 
 BUSY = "busy_machine"
 """Subject of the remark on a busy machine."""
-
-_COSTS = ("draft_call", "verify", "speedup_with_prompt")
-CLOCK = (
-    "tokens_per_s",
-    "latency_s_per_token",
-    "speedup",
-    "tau_needed",
-    "tokens",
-    "prefill_s",
-    "decode_s",
-    *_COSTS,
-)
-"""Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two
-equal runs.
-"""
 
 
 class Estimate(TypedDict):
@@ -194,18 +181,18 @@ class ResultsDocument(TypedDict):
     schema_version: Literal[6]
     definitions: dict[str, str]
     remarks: list[Remark]
-    config: dict[str, Any]
+    config: JsonObject
     base: str
     drafts: list[str]
     temperatures: list[float]
-    methods: list[dict[str, Any]]
+    methods: list[JsonObject]
     models: dict[str, ModelRow]
     suites: list[SuiteRow]
     rows: list[Row]
     counts: list[Counts]
     conditions: list[Conditions]
-    provenance: dict[str, Any]
-    clock: dict[str, Any]
+    provenance: JsonObject
+    clock: JsonObject
 
 
 def definitions() -> dict[str, str]:

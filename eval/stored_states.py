@@ -36,7 +36,7 @@ def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
 
 def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     target = load_model(config.target, **loading(config), layers=False)
-    options: dict[str, Any] = {"device": str(target.device), "dtype": dtype_name(target)}
+    options: JsonObject = {"device": str(target.device), "dtype": dtype_name(target)}
     drafts = {source: load_draft(source, target, **options) for source in config.draft}
     read = [draft.hidden_layers for draft in drafts.values() if isinstance(draft, Head)]
     digest = checkpoint_digest(config.target, config.revision)
@@ -46,13 +46,14 @@ def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     for kind, sets in (("id", config.id), ("ood", config.ood)):
         for directory in sets:
             rows = [row for row in set_rows(directory) if row["prompt_ids"]]
-            states.require(
-                [[*row["prompt_ids"], *row["response_ids"]] for row in rows], 2**31, directory
-            )
+            texts = [
+                Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows
+            ]
+            states.require([text.ids for text in texts], 2**31, directory)
             measured = measure_alphas(
                 target,
                 drafts,
-                [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows],
+                texts,
                 _sampling(directory, rows),
                 methods,
                 batch_size=_BATCH,
@@ -63,7 +64,7 @@ def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
             yield from (where | figure for figure in _figures(measured, methods, groups))
 
 
-def _sampling(directory: str, rows: list[dict[str, Any]]) -> Sampling:
+def _sampling(directory: str, rows: list[JsonObject]) -> Sampling:
     """What the answers were drawn with."""
     config = read_manifest(Path(directory))["config"]
     temperatures = {row["temperature"] for row in rows}

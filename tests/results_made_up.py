@@ -12,7 +12,7 @@ from draftsmith.eval.method import Method
 from draftsmith.eval.pooled_runs import with_pooled_runs
 from draftsmith.eval.results import Results
 from draftsmith.eval.rows import Measured, Setting, assemble
-from draftsmith.eval.schema import CLOCK, ModelRow, ResultsDocument, SuiteKind, Training
+from draftsmith.eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
 from draftsmith.eval.seeds import draft_of
 from draftsmith.eval.suites import Suite
 
@@ -185,6 +185,20 @@ def view(*args: Any, **options: Any) -> Results:
     return Results(made_up(*args, **options), Path())
 
 
+# Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two
+# equal runs.
+CLOCK = (
+    "tokens_per_s",
+    "latency_s_per_token",
+    "speedup",
+    "tau_needed",
+    "tokens",
+    "prefill_s",
+    "decode_s",
+    "draft_call",
+    "verify",
+    "speedup_with_prompt",
+)
 BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
 BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
 

@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from draftsmith.alignment import stages
-from draftsmith.alignment.cannot_pay import most_tokens, short_evaluation
 from draftsmith.alignment.choices import complete
 from draftsmith.alignment.config import AlignConfig, DistillChoices, EvalChoices, TrainChoices
 from draftsmith.alignment.forecast import (
     StepTimes,
     duration,
     expected,
+    most_tokens,
     pays,
+    short_evaluation,
     step_costs,
     time_steps,
     untrained,

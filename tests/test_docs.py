@@ -22,10 +22,10 @@ import draftsmith as ds
 from draftsmith.__main__ import main
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.examples import ROAD
-from draftsmith.cli.method_table import markdown
 from draftsmith.core.suites import expand, suite_names
 from draftsmith.train.losses import LOSSES
 from draftsmith.train.trainees import TRAINEES
+from tests.method_page import markdown
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -253,7 +253,7 @@ def test_the_page_of_methods_holds_the_table_of_what_decode_can_do():
         r"<!-- methods: begin -->\n(.*?)\n<!-- methods: end -->", page, flags=re.DOTALL
     )
     assert between == [markdown()], (
-        "put `python -c 'from draftsmith.cli.method_table import *; print(markdown())'` there"
+        "put `python -c 'from tests.method_page import *; print(markdown())'` there"
     )
 
 

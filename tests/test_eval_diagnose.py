@@ -2,6 +2,7 @@
 and the page.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ def text_of(token: int) -> str:
     return {5: "7", 6: " a"}[token]
 
 
-def by_part(rows: list[Row]) -> dict[tuple[str, str, str | int | None], Any]:
+def by_part(rows: Iterable[Row]) -> dict[tuple[str, str, str | int | None], Any]:
     return {(row["figure"], row["draft"], row["part"] or row["at"]): row for row in rows}
 
 
@@ -205,7 +206,7 @@ def test_acceptance_is_shown_by_the_tokens_before_it_where_texts_are_long(tmp_pa
     assert not any("tokens before" in str(part) for _, _, part in rows)
     lengths = [3] * 4 + [300] * 4 + [4095] * 4
     prose = suite("prose", "id", *((i,) * tokens for i, tokens in enumerate(lengths)))
-    longer = diagnosis_rows(replace(setting, suites=[prose]), measured, text_of)
+    longer = list(diagnosis_rows(replace(setting, suites=[prose]), measured, text_of))
     rows = by_part(longer)
     parts = [f"tokens before: {name}" for name in bin_names("tokens before")]
     alphas = [rows.get(("alpha_by_part", "base", part)) for part in parts]

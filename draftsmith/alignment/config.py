@@ -33,7 +33,7 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.core.prompt_rows import parse_named
-from draftsmith.eval.config import TokensPerCall
+from draftsmith.eval.config import TokensPerCall, Trees
 from draftsmith.train.config import DraftKind
 from draftsmith.train.objective import parse_objective
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 else:
     Open = Annotated[T | None, "open"]
 OPEN: Any = None
+RareCount = Rare[Open[AtLeast1]]
 # In align.yaml, before the command that began the run.
 BEGUN_BY = "# Begun by: "
 Policy = Literal["id", "balanced"]
@@ -72,7 +73,7 @@ class DistillChoices:
     """What those texts are. magpie: chats in the target's template, user turns included. token:
     texts that begin with a random token of the vocabulary.
     """
-    num_samples: Rare[Open[AtLeast1]] = OPEN
+    num_samples: RareCount = OPEN
     """Answers per prompt."""
     max_new_tokens: Open[AtLeast1] = OPEN
     """Longest answer, in tokens."""
@@ -80,9 +81,9 @@ class DistillChoices:
     """The temperature that you will serve with; 0 is greedy. Default: the target's
     generation_config.json, else 1.
     """
-    batch_size: Rare[Open[AtLeast1]] = OPEN
+    batch_size: RareCount = OPEN
     """Rows generated together. A finished row is replaced by the next prompt."""
-    part_rows: Rare[Open[AtLeast1]] = OPEN
+    part_rows: RareCount = OPEN
     """About this many rows per Parquet file."""
     top_k: Rare[Open[AtLeast0]] = OPEN
     """Keep the k most probable tokens; 0 keeps all. Default: generation_config.json, else 0."""
@@ -116,7 +117,7 @@ class TrainChoices:
     """Optimizer steps without replay; policy balanced takes twice as many, so that the draft still
     sees every answer.
     """
-    rows_per_step: Rare[Open[AtLeast1]] = OPEN
+    rows_per_step: RareCount = OPEN
     """Sequences per optimizer step, over all processes."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this many tokens, the most frequent in the responses, then those that the target
@@ -124,21 +125,21 @@ class TrainChoices:
     """
     heldout_fraction: Rare[Open[OpenShare]] = OPEN
     """Share of the prompts in `data` that are held out if `heldout` is empty."""
-    max_length: Rare[Open[AtLeast1]] = OPEN
+    max_length: RareCount = OPEN
     """Tokens of prompt and response; longer rows are truncated, text is cut into blocks of this
     length.
     """
     replay_fraction: Rare[Open[ShareBelow1]] = OPEN
     """Share of the sequences that come from `replay`."""
-    batch_size: Rare[Open[AtLeast1]] = OPEN
+    batch_size: RareCount = OPEN
     """Sequences per process and forward."""
     gradient_checkpointing: Rare[Open[bool]] = OPEN
     """Recompute the draft's activations in the backward: less memory, more time."""
-    eval_every: Rare[Open[AtLeast1]] = OPEN
+    eval_every: RareCount = OPEN
     """Steps between held-out evaluations, which select the best weights by alpha, or without a
     teacher by the loss.
     """
-    save_every: Rare[Open[AtLeast1]] = OPEN
+    save_every: RareCount = OPEN
     """Steps between checkpoints that a killed run continues from."""
     optim: OptimChoices = field(default_factory=OptimChoices)
     precision: Rare[Literal["auto", "fp32", "bf16"] | None] = None
@@ -153,14 +154,14 @@ class EvalChoices:
 
     temperature: Open[Annotated[list[Temperature], Field(min_length=1)]] = OPEN
     """Temperatures to measure at; the report leads with the highest."""
-    tree: Rare[Open[Annotated[list[Spec], Field(min_length=1)]]] = OPEN
+    tree: Rare[Open[Trees]] = OPEN
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
     auto:FILE (a plan), auto (the plan.json of the first draft that is not the base), or none:
     alpha and predictions only.
     """
     max_prompts: Open[AtLeast1] = OPEN
     """Prompts to read from each set."""
-    max_new_tokens: Rare[Open[AtLeast1]] = OPEN
+    max_new_tokens: RareCount = OPEN
     """Maximum length of a continuation."""
     other_template: Rare[Open[bool]] = OPEN
     """Also ask the prompts in distribution under a system sentence, in another template, on another
@@ -176,7 +177,7 @@ class EvalChoices:
     """Tokens per target call from which a draft pays, if that is known without timing here. A model
     that stays below by its alpha is not decoded.
     """
-    batch_size: Rare[Open[AtLeast1]] = OPEN
+    batch_size: RareCount = OPEN
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)] | None] = None
     """Bootstrap resamples for every 95 % interval."""

@@ -100,7 +100,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     prompts = _read(config, models, config.prompts, "distill", most)
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         _read(config, models, source, "eval", 1000)
-    first = next(iterate_rows(config.prompts))
+    rows = _row_kind(next(iterate_rows(config.prompts)))
     ids = [prompt.ids for prompt in prompts.prompts]
     read = read_per_token(target)
     vocabulary = vocabulary_size(target)
@@ -110,9 +110,10 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
     # hidden size.
     size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
     drafted = None
-    if _open_vocabulary(config):
+    # A draft vocabulary is left to choose: that of a fresh EAGLE-3 head.
+    if draft is None and config.kind in (None, "eagle3") and config.train.draft_vocab_size is None:
         drafted = fastest_size(target, ids, layers=size / read, projection=projection / read)
-    rows = _row_kind(first)
+    asked = {"temperature": config.distill.temperature}
     facts = Facts(
         rows=rows,
         own_chats=rows == "chat" and bool(user_opening(models.tokenizer, config.prompts).ids),
@@ -127,12 +128,7 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         target_parameters=parameter_count(target),
         target_read=read,
         draft_parameters=size,
-        sampling=resolve_sampling(
-            config.target,
-            target,
-            {"temperature": config.distill.temperature},
-            default_temperature=1.0,
-        ),
+        sampling=resolve_sampling(config.target, target, asked, default_temperature=1.0),
         fresh_head=draft is None,
         vocabulary=vocabulary,
         projection_share=projection / read,
@@ -141,12 +137,6 @@ def look(config: AlignConfig, models: LoadedModels) -> tuple[Facts, PromptSet]:
         drafted=drafted,
     )
     return facts, prompts
-
-
-def _open_vocabulary(config: AlignConfig) -> bool:
-    """Whether a draft vocabulary is left to choose: that of a fresh EAGLE-3 head."""
-    fresh = config.draft is None and config.kind in (None, "eagle3")
-    return fresh and config.train.draft_vocab_size is None
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:

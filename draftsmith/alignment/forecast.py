@@ -1,10 +1,13 @@
 """What `align` times before it works: from when a draft pays, and how long each stage takes at
-most.
+most. Of a draft that cannot pay by the alpha of its training, only the acceptance is evaluated.
 """
 
+import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -14,9 +17,10 @@ from transformers import PreTrainedModel
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.stage_configs import Stages, stages_of
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.ranks import groups
+from draftsmith.core.ranks import groups, say
+from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import PROPOSERS, SpeculativeDecoder
+from draftsmith.decode import PROPOSERS, SpeculativeDecoder, Tree, parse_tree
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.draft_vocabulary import (
     attach_draft_vocabulary,
@@ -42,6 +46,8 @@ _ROUNDS = 3
 _TOGETHER = 8
 # Held-out rows are measured while training, for a sixth of its time (`choices`).
 _WITH_HELDOUT = 7 / 6
+# Prompts of a set that are enough to confirm it.
+_FEW = 8
 _SHORTER = {
     "distil": "--distill.max_prompts",
     "train": "--train.steps",
@@ -260,3 +266,43 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def most_tokens(alpha: float, trees: Sequence[str]) -> float:
+    """Return the tokens per target call that a draft of this alpha has at most: on an endless
+    chain, or on one of the trees if every sibling were accepted as often as the first.
+    """
+    most = 1 / max(1e-9, 1 - alpha)
+    for spec in trees:
+        shape = parse_tree(spec)
+        if not isinstance(shape, Tree):
+            return math.inf
+        nodes = Counter(shape.depths)
+        most = max(most, 1 + sum(min(1.0, nodes[depth] * alpha**depth) for depth in nodes))
+    return most
+
+
+def short_evaluation(config: AlignConfig, times: StepTimes | None) -> AlignConfig | None:
+    """Return options that measure acceptance alone, and say why; None if a draft may pay, or if
+    that is not known.
+    """
+    if times is None or times.pays_from is None:
+        return None
+    for name in config.trained():
+        # A draft that was trained without a teacher has none.
+        alpha = read_record(Path(config.out) / name).get("heldout_alpha", 1.0)
+        most = most_tokens(alpha, config.eval.tree)
+        if most >= times.pays_from:
+            return None
+        say(
+            f"{name}: held-out alpha {alpha:.3f} gives at most {most:.3f} tokens per target call, "
+            f"and the cheapest tree needs {times.pays_from:.2f} here"
+        )
+    short = replace(
+        config.eval,
+        tree=["none"],
+        speed_prompts=0,
+        max_prompts=min(_FEW, config.eval.max_prompts),
+        pays_from=round(times.pays_from, 2),
+    )
+    return replace(config, eval=short)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import yaml
 
-from draftsmith.alignment.cannot_pay import short_evaluation
 from draftsmith.alignment.choices import complete, filled
 from draftsmith.alignment.config import BEGUN_BY, AlignConfig, seconds_of
 from draftsmith.alignment.engines import in_words as engines_in_words
@@ -26,6 +25,7 @@ from draftsmith.alignment.forecast import (
     StepTimes,
     expected,
     pays,
+    short_evaluation,
     step_costs,
     time_steps,
     untrained,
@@ -40,7 +40,7 @@ from draftsmith.config import InitConfig
 from draftsmith.core.command_line import check_file
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import JsonObject, read_json, write_text_atomic
+from draftsmith.core.io import JsonObject, read_json, write_json_atomic, write_text_atomic
 from draftsmith.core.launcher import as_typed, join_processes
 from draftsmith.core.models import experts_per_token
 from draftsmith.core.options import command_line, configured, options_of, value_at
@@ -63,6 +63,7 @@ from draftsmith.train.training_run import train
 
 # What steps took when the run began, for the forecast of a run that goes on.
 _TIMES = "step_times.json"
+_SHORTER = "; shorter by the option beside it, or all by --time_budget 30m"
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
@@ -209,11 +210,11 @@ def _begin(
     if earlier is not None:
         check_same(usual, earlier, models.target)
     ids = [prompt.ids for prompt in prompts.prompts]
-    typed = with_type(config, models.target, ids)
+    asked = config.dtype
+    config = with_type(config, models.target, ids)
     with waiting("align: times some steps of each stage"):
-        if typed.dtype not in (config.dtype, "float32"):
-            models = load(typed)
-        config = typed
+        if config.dtype not in (asked, "float32"):
+            models = load(config)
         draft = untrained(models, stages)
         costs = step_costs(models, draft, ids[0], stages.evaluation.temperature)
         times = time_steps(stages, models, draft, ids, costs)
@@ -222,15 +223,13 @@ def _begin(
     if config.eval.tree is not None or config.eval.speed_prompts is not None:
         # What was asked for is decoded, whatever the draft.
         times = replace(times, pays_from=None)
-    budget_s = math.inf if config.time_budget is None else seconds_of(config.time_budget)
-    spent_s = time.monotonic() - began
     # Processes that hold the target together choose by the clock of the first.
-    costs, times, spent_s = from_each(lambda: (costs, times, spent_s))[0]
+    costs, times, spent_s = from_each(lambda: (costs, times, time.monotonic() - began))[0]
+    budget_s = math.inf if config.time_budget is None else seconds_of(config.time_budget)
     whole, chosen = within(config, facts, times.of_stages, budget_s, spent_s)
     stages = stages_of(whole)
     on_main(partial(_divide, config, prompts, whole.heldout_prompts))
-    shorter = "; shorter by the option beside it, or all by --time_budget 30m"
-    say(expected(times.of_stages(whole)) + ("" if config.time_budget else shorter))
+    say(expected(times.of_stages(whole)) + ("" if config.time_budget else _SHORTER))
     if config.time_budget is not None:
         say(bought(config, facts, times.of_stages, whole, spent_s))
     prompts.say_skipped()
@@ -238,9 +237,7 @@ def _begin(
         say(line)
     if costs:
         say(pays(costs, mixture=experts_per_token(models.target) > 0))
-    kept = json.dumps(dataclasses.asdict(times))
-    on_main(partial(write_text_atomic, file.parent / _TIMES, kept))
-    on_main(partial(_write_chosen, file, command, whole, chosen))
+    on_main(partial(_write_chosen, file, command, whole, chosen, times))
     return whole, stages
 
 
@@ -258,7 +255,10 @@ def _divide(config: AlignConfig, prompts: PromptSet, heldout: int | None) -> Non
         )
 
 
-def _write_chosen(file: Path, command: str, config: AlignConfig, chosen: Sequence[str]) -> None:
+def _write_chosen(
+    file: Path, command: str, config: AlignConfig, chosen: Sequence[str], times: StepTimes
+) -> None:
+    write_json_atomic(file.parent / _TIMES, dataclasses.asdict(times))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
         f"{_begun_by(command)}# Chosen were:\n"

@@ -201,11 +201,12 @@ def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
 
 
 def _render(config: "RenderConfig", command: str) -> CommandResult:
-    from draftsmith.eval.evaluate import render
+    from draftsmith.eval.report.page import write_report
     from draftsmith.eval.results import Results
 
-    unmet = _unmet(lambda: Results.load(config.render).require(*config.require))
-    report = str(render(config.render))
+    results = Results.load(config.render)
+    unmet = _unmet(lambda: results.require(*config.require))
+    report = str(write_report(results))
     return CommandResult({"report": report}, [f"report:  {report}"], unmet)
 
 

@@ -190,12 +190,11 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
             limit=config.max_prompts,
         )
     assert config.prompt is not None
-    chat = pair.tokenizer.chat_template is not None and not config.raw
     ids = pair.encode(config.prompt, raw=config.raw)
     if not 0 < len(ids) <= (room or len(ids)):
         most = f", at most {room}" if room else ""
         raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1{most}")
-    if chat:
+    if pair.tokenizer.chat_template is not None and not config.raw:
         _say("--prompt is a user's turn in the chat template; --raw continues it as text")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
 

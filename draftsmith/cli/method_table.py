@@ -1,4 +1,4 @@
-"""The table of methods of `decode`, for the help and the documentation."""
+"""The table of methods of `decode`; tests/method_page.py prints it for the documentation."""
 
 import textwrap
 from typing import NamedTuple
@@ -37,7 +37,8 @@ def method_rows() -> dict[str, list[MethodRow]]:
     }
 
 
-def _notes() -> list[str]:
+def notes() -> list[str]:
+    """Return the sentences below the table."""
     copying = [name for name, kind in PROPOSERS.items() if not kind.draws]
     certain = [name for name, rule in VERIFIERS.items() if "deterministic" in rule.drawings]
     several = [
@@ -64,20 +65,6 @@ def terminal(columns: int = 100) -> str:
             shape = trees if option == "--tree" else f"trees: {trees}"
             text = f"  {name:18}{what}; {shape}; {paper}"
             lines += textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False)
-    for note in _notes():
+    for note in notes():
         lines += ["", *textwrap.wrap(note, width)]
     return "\n".join(lines)
-
-
-def markdown() -> str:
-    """Return the table in Markdown."""
-    lines = [
-        "| name | what it does | lossless | trees | paper |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for option, rows in method_rows().items():
-        lines.append(f"| **`{option}`** |  |  |  |  |")
-        for name, what, lossless, trees, paper in rows:
-            shape = f"`{trees}`" if option == "--tree" else trees
-            lines.append(f"| `{name}` | {what} | {lossless} | {shape} | {paper} |")
-    return "\n".join([*lines, "", "\\\n".join(_notes())])

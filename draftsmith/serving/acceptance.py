@@ -8,7 +8,7 @@ suspect whose replay comes closest.
 Legend: P prompts, D depths, R resamples.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ from draftsmith.eval.bootstrap import (
     PromptSums,
     Resamples,
     estimate,
-    interval,
     pooled_ratios,
+    resampled,
     resamples,
 )
 from draftsmith.eval.groups import groups_of
@@ -57,7 +57,7 @@ from draftsmith.serving.patterns import (
 )
 from draftsmith.serving.replay import Case, replay
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Change
+from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Cases, Change
 
 # Ignore smaller differences in the likelihood of the texts.
 _TEXT_MARGIN = 0.03
@@ -260,8 +260,7 @@ def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list
         sums = PromptSums(accepted_P, reached_P)
         value *= sums.pooled or 0.0
         share_R = share_R * np.nan_to_num(pooled_ratios(sums, picks))
-        low, high = interval(share_R, picks, least=0.0, most=1.0)
-        estimates.append(Estimate(value=value, low=low, high=high, n=picks.groups))
+        estimates.append(resampled(value, share_R, picks, least=0.0, most=1.0))
     return estimates
 
 
@@ -333,7 +332,7 @@ def _try(
     return tried
 
 
-def _by_rule(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
+def _by_rule(cases: Cases) -> Cases:
     """Yield each case, and the same with a greedy draft, which is vLLM's default."""
     for detail, case in cases:
         yield detail, case

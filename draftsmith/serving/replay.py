@@ -88,13 +88,12 @@ def log_likelihoods(case: Case, samplings: Sequence[Sampling]) -> list[float]:
     sums = [0.0] * len(samplings)
     for row in case.rows:
         prompt = len(row.prompt_ids)
-        ids_T = torch.tensor([*row.prompt_ids, *row.output_ids], device=case.target.device)
+        ids_T = torch.tensor(row.ids, device=case.target.device)
         x_N1 = ids_T[prompt:, None]
         out = case.target(input_ids=ids_T[None, :-1], use_cache=False, logits_to_keep=len(x_N1))
         logits_NV = out.logits[0, -len(x_N1) :]
-        ids = ids_T.tolist()
         prompt -= row.answered
-        seen = Seen.along(ids[:prompt], ids[prompt:], logits_NV)
+        seen = Seen.along(row.ids[:prompt], row.ids[prompt:], logits_NV)
         for number, sampling in enumerate(samplings):
             p_NV = probs(penalised(logits_NV, sampling, seen), sampling)
             sums[number] += float(p_NV.gather(1, x_N1).clamp(min=_NONE).log().sum())

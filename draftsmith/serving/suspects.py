@@ -30,10 +30,11 @@ _PENALTY_STEPS = {
     "presence_penalty": 0.1,
     "frequency_penalty": 0.1,
 }
-Change = Callable[[Case], Iterator[tuple[str, Case]]]
+Cases = Iterator[tuple[str, Case]]
+Change = Callable[[Case], Cases]
 
 
-def _layers(case: Case) -> Iterator[tuple[str, Case]]:
+def _layers(case: Case) -> Cases:
     if isinstance(case.draft, PreTrainedModel) or -1 in case.draft.hidden_layers:
         return
     deepest = text_config(case.target).num_hidden_layers
@@ -45,7 +46,7 @@ def _layers(case: Case) -> Iterator[tuple[str, Case]]:
             yield detail, replace(case, draft=draft)
 
 
-def _residual(case: Case) -> Iterator[tuple[str, Case]]:
+def _residual(case: Case) -> Cases:
     if isinstance(case.draft, Eagle3Head):
         draft = copy.deepcopy(case.draft)
         layer: Any = draft.midlayer
@@ -54,7 +55,7 @@ def _residual(case: Case) -> Iterator[tuple[str, Case]]:
         yield f"taken as {taken}", replace(case, draft=draft)
 
 
-def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
+def _vocabulary(case: Case) -> Cases:
     if not isinstance(case.draft, Eagle3Head) or not case.draft.reduced:
         return
     ids_D, offsets_D = case.draft.target_ids_D, case.draft.d2t
@@ -73,7 +74,7 @@ def _vocabulary(case: Case) -> Iterator[tuple[str, Case]]:
 
 
 def _rope_of(role: Literal["draft", "target"]) -> Change:
-    def change(case: Case) -> Iterator[tuple[str, Case]]:
+    def change(case: Case) -> Cases:
         for detail, model in _other_ropes(getattr(case, role)):
             yield detail, replace(case, **{role: model})
 
@@ -114,7 +115,7 @@ def _rotary_modules(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield parent, name
 
 
-def _no_prompt(case: Case) -> Iterator[tuple[str, Case]]:
+def _no_prompt(case: Case) -> Cases:
     draft: Any = copy.deepcopy(case.draft)
     hides = _HiddenPrompt(case)
     if isinstance(draft, PreTrainedModel):
@@ -130,7 +131,7 @@ class _HiddenPrompt:
     """Hooks that keep a draft from attending to the prompt, up to the token answered first."""
 
     def __init__(self, case: Case) -> None:
-        self.texts = [[*row.prompt_ids, *row.output_ids] for row in case.rows]
+        self.texts = [row.ids for row in case.rows]
         self.lengths = [len(row.prompt_ids) - 1 for row in case.rows]
         self.hidden_BT = torch.zeros(0, 0, dtype=torch.bool)
 
@@ -163,12 +164,12 @@ class _HiddenPrompt:
         return args, options | {"attention_mask": mask_BT}
 
 
-def _greedy_draft(case: Case) -> Iterator[tuple[str, Case]]:
+def _greedy_draft(case: Case) -> Cases:
     if case.rule != "naive" and not case.sampling.greedy:
         yield "it takes its most probable token", replace(case, rule="naive")
 
 
-def _template(case: Case) -> Iterator[tuple[str, Case]]:
+def _template(case: Case) -> Cases:
     rows = []
     differing = 0
     for row, read_ids in zip(case.rows, case.read_ids, strict=True):
@@ -180,7 +181,7 @@ def _template(case: Case) -> Iterator[tuple[str, Case]]:
         yield detail, replace(case, rows=rows)
 
 
-def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
+def _sampling(case: Case) -> Cases:
     usual = Sampling()
     for sampling in case.samplings:
         if sampling == case.sampling:
@@ -193,7 +194,7 @@ def _sampling(case: Case) -> Iterator[tuple[str, Case]]:
         yield ", ".join(parts), replace(case, sampling=sampling)
 
 
-def _penalty(case: Case) -> Iterator[tuple[str, Case]]:
+def _penalty(case: Case) -> Cases:
     """The one under which the texts are likeliest: servers do not report theirs."""
     none = case.sampling
     tried = [none]
@@ -222,7 +223,7 @@ def _likeliest(case: Case, samplings: Sequence[Sampling]) -> Sampling:
     return samplings[found.index(max(found))]
 
 
-def _rounded(case: Case) -> Iterator[tuple[str, Case]]:
+def _rounded(case: Case) -> Cases:
     target: Any = copy.deepcopy(case.target)
     if target.dtype != torch.bfloat16:
         yield "bfloat16", replace(case, target=target.to(torch.bfloat16))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from draftsmith.core.sampling import Sampling, acceptance
 from draftsmith.eval.acceptance import Positions, refusals
-from draftsmith.eval.diagnosis.draws import drawn_at
 
 # Most probable candidates per position; the rest is left out of the calibration.
 CANDIDATES = 64
@@ -19,22 +18,24 @@ BINS = 10
 # Positions per prompt at which candidates are drawn; each costs CANDIDATES passes over the
 # vocabulary.
 DRAWN_POSITIONS = 4
+# Values of each prompt.
+PerPrompt = list[list[float]]
 
 
 class Diagnosis(TypedDict):
     """Diagnosis of one draft on one set at one temperature; every list is by prompt."""
 
     # By position: sum_x min(p, q).
-    alpha: list[list[float]]
+    alpha: PerPrompt
     # By position: the entropy of p in bits.
-    entropy: list[list[float]]
+    entropy: PerPrompt
     # By bin: the mass that the draft drew, that mass times its confidence, and times p.
-    confidence: list[list[list[float]]]
+    confidence: list[PerPrompt]
     # Summed over positions: the mass of p on the draft's 1, 2, ... most probable tokens.
-    best: list[list[float]]
+    best: PerPrompt
     # Summed over `drawn_count` positions: the acceptance of 1, 2, ... candidates that are drawn
     # from q without replacement and tried in turn. Empty at temperature 0.
-    drawn: list[list[float]]
+    drawn: PerPrompt
     drawn_count: list[int]
 
 
@@ -59,7 +60,7 @@ def diagnosis_of(sampling: Sampling, seed: int, at: Positions) -> Diagnosis:
     drawn = []
     if most:
         counts = [most] * len(at.texts)
-        chosen, u_NK = drawn_at(at, counts, (CANDIDATES,), "diagnosis", seed)
+        chosen, u_NK = at.drawn(counts, (CANDIDATES,), "diagnosis", seed)
         drawn_NK = drawn_acceptance(at.p_NV[chosen], at.q_NV[chosen], u_NK.to(at.p_NV.device))
         drawn = at.sums(drawn_NK, chosen)
     return Diagnosis(

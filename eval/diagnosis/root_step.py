@@ -23,7 +23,6 @@ from draftsmith.decode.transport_bound import optimal_acceptance
 from draftsmith.decode.tree import Drawing, Tree
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.eval.acceptance import Positions
-from draftsmith.eval.diagnosis.draws import drawn_at
 from draftsmith.eval.method import Method
 
 # Most positions per prompt. The bound costs far more than alpha.
@@ -154,7 +153,7 @@ def root_sums(step: RootStep, counts: Sequence[int], seed: int, at: Positions) -
     """
     counts = [min(pair) for pair in zip(counts[at.start :], at.lengths, strict=False)]
     shape = (TRIALS, step.uniforms)
-    chosen, u_NTU = drawn_at(at, counts, shape, f"headroom/{step.name}", seed)
+    chosen, u_NTU = at.drawn(counts, shape, f"headroom/{step.name}", seed)
     bound_N, reached_N = root_acceptance(step, at.p_NV[chosen], at.q_NV[chosen], u_NTU)
     return RootMeasurement(
         bound=at.sums(bound_N, chosen), reached=at.sums(reached_N, chosen), count=counts

@@ -4,17 +4,17 @@
 
 import math
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 
 import numpy as np
 import pandas as pd
 
-from draftsmith.eval.bootstrap import Floats, PromptSums, difference, interval, joined
+from draftsmith.eval.bootstrap import Floats, PromptSums, difference, joined, resampled
 from draftsmith.eval.diagnosis.diagnose import BINS, Diagnosis
 from draftsmith.eval.remarks import overlaps
 from draftsmith.eval.rows import Group, Measured, Setting
-from draftsmith.eval.schema import Estimate, Row
+from draftsmith.eval.schema import Row
 from draftsmith.eval.seeds import runs_of
 from draftsmith.eval.suites import Suite
 
@@ -42,18 +42,18 @@ _CODE = set("_=<>{}[]\\/|&^%$#@~*+`")
 
 def diagnosis_rows(
     setting: Setting, measured: Measured, text_of: Callable[[int], str]
-) -> list[Row]:
+) -> Iterator[Row]:
     """Rows about all sets of a kind, of drafts with weights. `text_of` gives a token's text.
 
     Without weights in the base there is nothing to compare with, and no rows.
     """
     lacking = {key[2] for key, part in measured.alphas.items() if part["diagnosis"] is None}
     drafts = [draft for draft in setting.methods if draft not in lacking]
-    bases = runs_of(setting.base, drafts)
+    base = setting.base
+    bases = runs_of(base, drafts)
     if not bases:
-        return []
+        return
     similar = similarities(setting.suites)
-    rows: list[Row] = []
     for group in setting.groups():
         if group.domain != group.kind:
             continue
@@ -63,35 +63,33 @@ def diagnosis_rows(
             parts = group.parts(measured.alphas, draft)
             diagnoses[draft] = [part["diagnosis"] for part in parts]
             alphas[draft] = np.concatenate(joined(diagnoses[draft], "alpha"))
-        outputs = joined(group.parts(measured.baselines), "output_ids")
-        near = list(chain.from_iterable(similar[suite.name] for suite in group.suites))
-        prompts = [len(prompt.ids) for suite in group.suites for prompt in suite.prompts]
-        base = setting.base
         alphas[base] = alphas[bases].mean(axis=1)
-        positions = _positions(outputs, prompts, near, diagnoses[bases[0]], text_of)
+        positions = _positions(group, measured, similar, diagnoses[bases[0]], text_of)
         sums_of = dict(_by_part(group, positions, alphas))
         for draft, diagnosis in diagnoses.items():
             for part, sums in sums_of.items():
                 count = sums[draft].denominator_P.sum()
-                rows.append(group.row("alpha_by_part", draft, sums[draft], part=part))
-                rows.append(group.row("positions_by_part", draft, count, part=part))
+                yield group.row("alpha_by_part", draft, sums[draft], part=part)
+                yield group.row("positions_by_part", draft, count, part=part)
                 if draft not in bases:
                     gain = difference(sums[draft], sums[base], group.picks)
-                    rows.append(group.row("gain_by_part", draft, gain, part=part))
-            rows += _calibration(group, draft, diagnosis)
-            rows += _candidates(group, draft, diagnosis)
+                    yield group.row("gain_by_part", draft, gain, part=part)
+            yield from _calibration(group, draft, diagnosis)
+            yield from _candidates(group, draft, diagnosis)
             if draft not in bases:
-                rows += _lost(group, draft, positions["text"], alphas[draft], alphas[base])
-    return rows
+                yield from _lost(group, draft, positions["text"], alphas[draft], alphas[base])
 
 
 def _positions(
-    outputs: Sequence[Sequence[int]],
-    prompt_tokens: Sequence[int],
-    near: Sequence[float],
+    group: Group,
+    measured: Measured,
+    similar: Mapping[str, Sequence[float]],
     base: Sequence[Diagnosis],
     text_of: Callable[[int], str],
 ) -> pd.DataFrame:
+    outputs = joined(group.parts(measured.baselines), "output_ids")
+    prompt_tokens = [len(prompt.ids) for suite in group.suites for prompt in suite.prompts]
+    near = list(chain.from_iterable(similar[suite.name] for suite in group.suites))
     lengths = [len(output) for output in outputs]
     texts = [text_of(token) for token in chain.from_iterable(outputs)]
     places = np.concatenate([np.arange(length) for length in lengths])
@@ -195,9 +193,7 @@ def _calibration(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator
         # ECE of every resample; it cannot fall below what noise within the bins makes of a
         # calibrated draft.
         ece_R = _ece(np.einsum("rp,pbc->rbc", group.picks.weights_RP, sums_PB3))
-        low, high = interval(ece_R, group.picks, least=0.0, most=1.0)
-        value = float(_ece(pooled_B3))
-        ece = Estimate(value=value, low=low, high=high, n=group.picks.groups)
+        ece = resampled(float(_ece(pooled_B3)), ece_R, group.picks, least=0.0, most=1.0)
         yield group.row("ece", draft, ece)
     for tenth, (mass, sure, _) in enumerate(pooled_B3):
         yield group.row("drafted_mass", draft, mass, at=tenth)

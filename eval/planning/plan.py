@@ -14,7 +14,7 @@ from typing import Any
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.hub import quiet
-from draftsmith.core.io import write_json_atomic
+from draftsmith.core.io import JsonObject, write_json_atomic
 from draftsmith.core.options import configured
 from draftsmith.core.progress import progress
 from draftsmith.core.provenance import provenance
@@ -32,6 +32,7 @@ from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.decoding import records_steps
 from draftsmith.eval.facts import machine, model_rows
+from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
 from draftsmith.eval.planning.planner import (
@@ -60,7 +61,7 @@ LISTED = 20
 
 def plan_pair(
     planner: Planner, confirm_batches: int, batch_sizes: Sequence[int] = ()
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the plan as JSON, without the names of the models and the machine. batch_sizes: of the
     schedule.
     """
@@ -72,25 +73,25 @@ def plan_pair(
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
         confirmed = planner.confirm(_finalists([*static, *tried]), confirm_batches)
-    candidates = [expected.row(each) for each in static[:LISTED]] if expected else []
-    candidates += [candidate.row() for candidate in tried]
-    trees = {"candidates": candidates, "not_tried": not_tried}
+    rows = [expected.row(each) for each in static[:LISTED]] if expected else []
+    rows += [candidate.row() for candidate in tried]
+    trees = {"candidates": rows, "not_tried": not_tried}
     return plan_document(planner, expected, trees, confirmed, batch_sizes)
 
 
 def plan_document(
     planner: Planner,
     expected: Expected | None,
-    trees: dict[str, Any],
+    trees: JsonObject,
     confirmed: Confirmed,
     batch_sizes: Sequence[int] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write the plan as JSON. expected: None if all trees are timed."""
     rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
     speedups = [row["speedup"] for row in confirmed.rows[1:]]
     best = rates.index(max(rates))
     winner = confirmed.finalists[best]
-    tree: dict[str, Any] = {"spec": winner.spec}
+    tree: JsonObject = {"spec": winner.spec}
     if isinstance(winner.shape, Tree) and winner.spec in (None, OWN_TREE):
         tree = {"parents": list(winner.shape.parents)}
     # Timings of every shape over their median; other work on the machine spreads them.
@@ -106,16 +107,10 @@ def plan_document(
     pays = None if busy else _pays(speedups, best)
     noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
     noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
-    engines = []
-    schedule = None
     # Give no engine advice if timings are noisy or no draft pays.
-    if expected and planner.model is not None and not busy:
-        # Slots that see each other draft something else in a shorter block.
-        whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
-        lengths = range(planner.depth if whole else 1, planner.depth + 1)
-        engines = engine_rows(kind_of(planner.model), expected, lengths)
-        schedule = _schedule(expected, batch_sizes, lengths, engines)
-        engines = [] if pays is False else engines
+    elsewhere: JsonObject = {"engines": [], "schedule": None}
+    if expected and not busy:
+        elsewhere = _elsewhere(expected, batch_sizes, pays)
     texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
@@ -135,32 +130,33 @@ def plan_document(
         "costs": {**(asdict(expected.costs) if expected else {}), "rounds": rounds},
         **trees,
         "confirmed": confirmed.rows,
-        "engines": engines,
-        "schedule": schedule,
+        **elsewhere,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
 
 
-def _schedule(
-    expected: Expected,
-    sizes: Sequence[int],
-    lengths: Sequence[int],
-    engines: Sequence[dict[str, Any]],
-) -> dict[str, Any] | None:
-    """Return the lengths by batch size, under the rule of vLLM's best setting; None without
-    sizes.
+def _elsewhere(expected: Expected, sizes: Sequence[int], pays: bool | None) -> JsonObject:
+    """Return the advice for engines, and the lengths by batch size, under the rule of vLLM's best
+    setting; no lengths without sizes.
     """
-    if not sizes:
-        return None
-    rules = [row["verifier"] for row in engines if row["engine"] == "vllm"]
-    rows = batch_rows(expected, sizes, lengths, (rules or ["naive"])[0])
-    return {
-        "batch_sizes": rows,
-        "none_pays_from": none_pays_from(rows),
-        "vllm": vllm_schedule(rows),
-    }
+    planner = expected.planner
+    assert planner.model is not None
+    # Slots that see each other draft something else in a shorter block.
+    whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
+    lengths = range(planner.depth if whole else 1, planner.depth + 1)
+    engines = engine_rows(kind_of(planner.model), expected, lengths)
+    schedule = None
+    if sizes:
+        rules = [row["verifier"] for row in engines if row["engine"] == "vllm"]
+        rows = batch_rows(expected, sizes, lengths, (rules or ["naive"])[0])
+        schedule = {
+            "batch_sizes": rows,
+            "none_pays_from": none_pays_from(rows),
+            "vllm": vllm_schedule(rows),
+        }
+    return {"engines": [] if pays is False else engines, "schedule": schedule}
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -189,7 +185,7 @@ def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
 
 
 @quiet()
-def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
+def plan(config: PlanConfig | None = None, **options: Any) -> JsonObject:
     """Find the fastest tree for a pair; write the plan, with all its measurements, to `config.file`
     and return it. Raise InputError for a pair or prompts that cannot be planned for.
     """
@@ -231,25 +227,22 @@ def plan(config: PlanConfig | None = None, **options: Any) -> dict[str, Any]:
     return document
 
 
-def plan_lines(document: dict[str, Any]) -> list[str]:
+def plan_lines(document: JsonObject) -> list[str]:
     """The summary for people."""
-    speedup = document["speedup"]
-    bounds = "" if speedup["low"] is None else f" [{speedup['low']:.2f}, {speedup['high']:.2f}]"
     best = f"{document['name']} with {document['verifier']}"
-    times = f"{speedup['value']:.2f}{bounds}"
+    times = f"{with_interval(document['speedup'], 2)} times"
     verdict = {
-        True: f"use {best}: {times} times as fast as no draft",
-        False: f"use no draft: the best, {best}, is {times} times as fast",
-        None: f"the best is {best}, {times} times as fast as no draft; that cannot be told from 1",
+        True: f"use {best}: {times} as fast as no draft",
+        False: f"use no draft: the best, {best}, is {times} as fast",
+        None: f"the best is {best}, {times} as fast as no draft; that cannot be told from 1",
     }[document["pays"]]
-    if document["conditions"]["busy"]:
-        verdict = f"cannot tell, the machine was busy; the best was {best}, {times} times no draft"
-    where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
-    if document["compile"]:
-        where += ", recorded steps"
     lines = [f"remark: {remark}" for remark in document["remarks"]]
     if document["conditions"]["busy"]:
         lines.append("plan again when the machine is idle")
+        verdict = f"cannot tell, the machine was busy; the best was {best}, {times} no draft"
+    where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
+    if document["compile"]:
+        where += ", recorded steps"
     lines += [f"{verdict} ({where})", ""]
     width = max(len(row["tree"]) for row in document["confirmed"])
     for row in document["confirmed"]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import yaml
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import counted
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import eos_ids, vocabulary_size
 from draftsmith.core.progress import Advance
 from draftsmith.core.prompts import Prompt
@@ -25,7 +26,7 @@ from draftsmith.decode import (
     default_verifier,
     takes_trees,
 )
-from draftsmith.decode.tree_spec import kary
+from draftsmith.decode.tree import chain
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, depth_limit
 from draftsmith.eval.acceptance import Continuation
@@ -35,7 +36,7 @@ from draftsmith.eval.decoding import answers
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.method import OWN_TREE, Method, shape_of
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
-from draftsmith.eval.planning.step_costs import Costs, fit, time_shapes
+from draftsmith.eval.planning.step_costs import Costs, Rounds, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
 from draftsmith.eval.reading import Reader
 from draftsmith.eval.schema import Estimate
@@ -85,7 +86,7 @@ class Candidate:
         size = f"{counted(self.shape.size, 'node')} in {counted(self.shape.depth, 'level')}"
         return self.spec or f"static, {size}"
 
-    def row(self, tau: Estimate | None = None) -> dict[str, Any]:
+    def row(self, tau: Estimate | None = None) -> JsonObject:
         """The candidate as JSON. A tree that was timed has no predicted tau."""
         return {
             "family": self.family,
@@ -111,7 +112,7 @@ class Confirmed:
     """
 
     finalists: Sequence[Candidate]
-    rows: list[dict[str, Any]]
+    rows: list[JsonObject]
     alone_s: list[float]
     batches: int
 
@@ -235,23 +236,22 @@ class Planner:
 
     def traces(self, texts: Sequence[Continuation]) -> Traces:
         """Read the acceptance of chains and trees off the answers."""
-        chain = Method(f"chain:{self.depth}", "naive")
-        tree = Method(f"kary:{self.ranks(texts)}", "mcsd")
-        reader = Reader(self.target, {"d": self.draft}, self.sampling, [chain, tree], TEXT_BATCH)
+        methods = [
+            Method(f"chain:{self.depth}", "naive"),
+            Method(f"kary:{self.ranks(texts)}", "mcsd"),
+        ]
+        reader = Reader(self.target, {"d": self.draft}, self.sampling, methods, TEXT_BATCH)
         traces, _ = reader.read(texts)
         return traces["d"]
 
-    def time_steps(
-        self, texts: Sequence[Continuation], *, trees_fit: bool
-    ) -> dict[str, list[float]]:
+    def time_steps(self, texts: Sequence[Continuation], *, trees_fit: bool) -> Rounds:
         """Time steps on trees of several shapes, or on whole chains, round by round. Contexts are
         the first two thirds of each prompt plus answer.
         """
         contexts = []
         for row in texts:
-            ids = [*row.prompt_ids, *row.output_ids]
-            length = max(1, 2 * len(ids) // 3)
-            contexts.append(ids[:length])
+            length = max(1, 2 * len(row.ids) // 3)
+            contexts.append(row.ids[:length])
         batch = [contexts[index % len(contexts)] for index in range(self.batch_size)]
         decoder = cache(self.decoder)
 
@@ -318,7 +318,7 @@ class Planner:
         timed = int((seconds_MB[0] > 0).sum())
         picks = resamples(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
         alone, *others = map(PromptSums, tokens_MB[:, :timed], seconds_MB[:, :timed])
-        rows: list[dict[str, Any]] = [
+        rows: list[JsonObject] = [
             {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
         ]
         for finalist, sums in zip(finalists, others, strict=True):
@@ -353,7 +353,7 @@ class Expected:
     planner: Planner
     texts: Sequence[Continuation]
     traces: Traces
-    rounds: dict[str, list[float]]
+    rounds: Rounds
 
     @cached_property
     def costs(self) -> Costs:
@@ -370,7 +370,7 @@ class Expected:
         tau = self.tokens_per_call(tree, verifier).pooled or 0.0
         return tau / self.costs.step(tree), tau
 
-    def row(self, candidate: Candidate) -> dict[str, Any]:
+    def row(self, candidate: Candidate) -> JsonObject:
         """A candidate as JSON, with its predicted tau."""
         groups = self.planner.groups[: len(self.texts)]
         picks = resamples(groups, 500, row_seed(self.planner.seed, "plan/tau"))
@@ -393,7 +393,7 @@ class Expected:
                 found[tree] = Candidate(family, spec, tree, rate, step_s)
 
         for levels in range(1, planner.depth + 1):
-            add("chain", f"chain:{levels}", kary((1,) * levels))
+            add("chain", f"chain:{levels}", chain(levels))
         if planner.trees_fit:
             for spec, tree in kary_space(NODES, planner.depth, ranks).items():
                 add("kary", spec, tree)

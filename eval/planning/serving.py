@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from draftsmith.decode.tree_spec import kary
+from draftsmith.core.io import JsonObject
+from draftsmith.decode.tree import chain
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.eval.planning.planner import Expected
 
@@ -66,17 +67,17 @@ def rules_of(engine: str, kind: str) -> Sequence[Rule]:
 def _best(expected: Expected, verifier: str, lengths: Sequence[int]) -> BestLength:
     found = []
     for length in lengths:
-        rate, tau = expected.rate(kary((1,) * length), verifier)
+        rate, tau = expected.rate(chain(length), verifier)
         speedup = rate * expected.costs.alone
         found.append(BestLength(draft_tokens=length, tau=tau, speedup=speedup))
     return max(found, key=lambda best: best["speedup"])
 
 
-def engine_rows(kind: str, expected: Expected, lengths: Sequence[int]) -> list[dict[str, Any]]:
+def engine_rows(kind: str, expected: Expected, lengths: Sequence[int]) -> list[JsonObject]:
     """Return a row for each engine that loads a draft of this kind: the fastest rule with its best
     length, and all rules as `settings`, the engine's default first.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
     for engine in ENGINE_RULES:
         if kind not in SERVING[engine]:
             continue

@@ -12,11 +12,11 @@ token costs: F(n) is then a step on a chain of n - 1 tokens, its drafting includ
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 import numpy as np
 
 from draftsmith.decode import Tree
+from draftsmith.decode.tree import chain
 from draftsmith.decode.tree_spec import kary
 
 # Nodes of the trees of one level.
@@ -28,6 +28,10 @@ CHAIN = 6
 # Levels of the chains that are timed for a pair that takes no trees.
 CHAINS = (1, 2, 4, 8, 16)
 ROUNDS = 3
+# Seconds by size.
+Curve = dict[int, float]
+# Seconds of a step by the name of its shape, round by round.
+Rounds = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class Costs:
     draft. draft_s: by nodes expanded in one forward (d).
     """
 
-    verify_s: dict[int, float]
-    draft_s: dict[int, float]
+    verify_s: Curve
+    draft_s: Curve
 
     @property
     def alone(self) -> float:
@@ -54,7 +58,7 @@ class Costs:
         return _interpolate(self.verify_s, tree.size + 1) + drafting
 
 
-def _interpolate(curve: dict[int, float], at: int) -> float:
+def _interpolate(curve: Curve, at: int) -> float:
     sizes = sorted(curve)
     if at > sizes[-1] and len(sizes) > 1:
         low, high = sizes[-2:]
@@ -70,12 +74,12 @@ def shapes(deepest: int | None, *, trees_fit: bool = True) -> dict[str, Tree | N
     trees: dict[str, Tree | None] = {"alone": None}
     if not trees_fit:
         lengths = {min(length, deepest or length) for length in CHAINS}
-        return trees | {f"whole:{length}": kary((1,) * length) for length in sorted(lengths)}
+        return trees | {f"whole:{length}": chain(length) for length in sorted(lengths)}
     trees |= {f"rows:{n}": Tree((-1,) * n) for n in ROWS}
     if deepest is None or deepest > 1:
         levels = min(CHAIN, deepest or CHAIN)
         trees |= {f"width:{w}": kary((w, 1)) for w in WIDTHS}
-        trees[f"chain:{levels}"] = kary((1,) * levels)
+        trees[f"chain:{levels}"] = chain(levels)
     return trees
 
 
@@ -84,31 +88,27 @@ def fit(seconds: Mapping[str, Sequence[float]]) -> Costs:
     add time, so the fastest round counts, and no step is taken to be faster than one with fewer
     rows.
     """
-    least: dict[str, dict[int, float]] = defaultdict(dict)
+    least: dict[str, Curve] = defaultdict(dict)
     for name, values in seconds.items():
         kind, _, size = name.partition(":")
         least[kind][int(size or 0)] = min(values)
     by_rows = {1 + size: value for size, value in (least["rows"] | least["whole"]).items()}
     verify = isotonic({1: least["alone"][0], **by_rows})
-    draft: dict[int, float] = {}
+    draft: Curve = {}
     for width, value in least["width"].items():
         draft[width] = max(0.0, value - _interpolate(verify, 1 + 2 * width))
     for levels, value in least["chain"].items():
         draft[1] = max(0.0, (value - _interpolate(verify, 1 + levels)) / (levels - 1))
-    return Costs(verify, isotonic(draft) or {1: 0.0})
+    return Costs(verify, isotonic(draft or {1: 0.0}))
 
 
-def isotonic(curve: Mapping[int, float]) -> dict[int, float]:
-    """The curve that never falls and is closest in least squares (pool adjacent violators)."""
-    blocks: list[list[float]] = []
-    for size in sorted(curve):
-        blocks.append([curve[size]])
-        while len(blocks) > 1 and fmean(blocks[-2]) > fmean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    means: list[float] = []
-    for block in blocks:
-        means += [fmean(block)] * len(block)
-    return dict(zip(sorted(curve), means, strict=True))
+def isotonic(curve: Mapping[int, float]) -> Curve:
+    """The curve that never falls and is closest in least squares."""
+    from scipy.optimize import isotonic_regression  # takes half a second
+
+    sizes = sorted(curve)
+    fitted = isotonic_regression([curve[size] for size in sizes])
+    return dict(zip(sizes, fitted.x.tolist(), strict=True))
 
 
 def time_shapes(
@@ -117,14 +117,14 @@ def time_shapes(
     go_on: Callable[[], bool],
     *,
     trees_fit: bool = True,
-) -> dict[str, list[float]]:
+) -> Rounds:
     """Seconds per step of every shape, round by round, interleaved; no further round starts unless
     `go_on()`.
 
     `time_step(tree)` gives seconds per step of one short run. trees_fit: as for `shapes`.
     """
     trees = shapes(deepest, trees_fit=trees_fit)
-    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    seconds: Rounds = {name: [] for name in trees}
     for tree in trees.values():
         time_step(tree)  # warm-up: plans, packed weights and masks are made once
     for turn in range(ROUNDS):

@@ -35,13 +35,14 @@ class Table:
     rows: Sequence[Mapping[str, str]]
 
 
+Writes = Callable[[Row], str]
 STYLES: dict[str, Callable[[Row, int], str]] = {
     "plain": lambda row, digits: number(row["value"], digits),
     "ms": lambda row, digits: NONE if row["value"] is None else f"{row['value'] * 1000:.3g}",
     "n": lambda row, digits: str(row["n"]),
     "of": lambda row, digits: f"{row['value']:.0f} of {row['n']}",
 }
-NAMES: dict[str, Callable[[Row], str]] = {
+NAMES: dict[str, Writes] = {
     "set": named_set,
     "draft": lambda row: "target alone" if row["draft"] == TARGET else row["draft"],
     "T": lambda row: f"{row['temperature']:g}",
@@ -123,9 +124,7 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     if name == "missing_mass":
         rows = [row for row in rows if row["value"]]
     special = _special(results, rows)
-    columns: dict[str, Callable[[Row], str]] = {
-        key: NAMES.get(key) or special[key] for key in words["names"]
-    }
+    columns: dict[str, Writes] = {key: NAMES.get(key) or special[key] for key in words["names"]}
     for heading, column in words["columns"].items():
         if isinstance(column, str):
             columns[heading] = special[column]
@@ -143,9 +142,7 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     return _table(words, len(words["names"]), cells)
 
 
-def _column(
-    results: ResultsTable, figure: str, at: int | None, style: str, digits: int
-) -> Callable[[Row], str]:
+def _column(results: ResultsTable, figure: str, at: int | None, style: str, digits: int) -> Writes:
     def cell(row: Row) -> str:
         other = results.beside(row, figure, at)
         if style in ("interval", "signed"):
@@ -155,7 +152,7 @@ def _column(
     return cell
 
 
-def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
+def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Writes]:
     # Drafted nodes of a tree; the most if it grows.
     shapes = {method["tree"]: method["shape"] for method in results.document["methods"]}
     nodes = {tree: shape.get("nodes") or len(shape["parents"]) for tree, shape in shapes.items()}
@@ -183,7 +180,7 @@ def _special(results: ResultsTable, rows: Sequence[Row]) -> dict[str, Callable[[
     }
 
 
-def _holm(results: ResultsTable, rows: Sequence[Row]) -> Callable[[Row], str]:
+def _holm(results: ResultsTable, rows: Sequence[Row]) -> Writes:
     """Which gains are clear of zero under Holm's correction: over the sets of a draft and
     temperature, and over the kinds of position of a draft, temperature and kind of sets.
     """
