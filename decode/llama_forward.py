@@ -371,9 +371,8 @@ class LeanForward:
         size, eps = (x.shape[-1],), self.sizes.eps
         if x.dtype == torch.float32:
             return F.rms_norm(x, size, weight, eps)
-        # The model scales after rounding back to half precision.
-        normed = F.rms_norm(x.float(), size, eps=eps)
-        return normed.to(x.dtype) * weight
+        # The model scales after rounding back to half precision; rms_norm computes in fp32.
+        return F.rms_norm(x, size, eps=eps) * weight
 
     def _folds(self, mask: Tensor | None, queries: int) -> bool:
         # Query heads of one key/value head become more queries of that head, so that nothing is

@@ -351,25 +351,41 @@ class FusedLinear:
         """Each layer's outputs."""
         if self.matrix is not None:
             return self(x_XI).split(self.outputs, dim=1)
-        parts = []
-        for w_IO, bias_O in zip(self._weights_IO, self._biases_O, strict=True):
-            plain = torch.mm(x_XI, w_IO) if bias_O is None else torch.addmm(bias_O, x_XI, w_IO)
-            parts.append(plain)
-        return parts
+        pairs = zip(self._weights_IO, self._biases_O, strict=True)
+        return [_product(x_XI, w_IO, bias_O) for w_IO, bias_O in pairs]
 
     def __call__(self, x_XI: Tensor) -> Tensor:
         """All outputs side by side, `[X, O]`."""
         if self.matrix is not None:
             return self.matrix.linear(x_XI.contiguous(), self.bias_O)
-        parts = list(self.parts(x_XI))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if len(self.outputs) == 1:
+            return self.parts(x_XI)[0]
+        if torch.compiler.is_compiling():
+            return torch.cat(list(self.parts(x_XI)), dim=1)
+        # Written side by side, which saves a kernel.
+        out_XO = x_XI.new_empty(len(x_XI), sum(self.outputs))
+        slots = out_XO.split(self.outputs, dim=1)
+        for slot, w_IO, bias_O in zip(slots, self._weights_IO, self._biases_O, strict=True):
+            _product(x_XI, w_IO, bias_O, out=slot)
+        return out_XO
 
     def plus(self, x_XI: Tensor, other_XO: Tensor) -> Tensor:
         """`self(x_XI) + other_XO` of a single layer, added while the product is written."""
         if self.matrix is not None:
             return self.matrix.linear(x_XI.contiguous(), self.bias_O, other_XO.contiguous())
-        sum_XO = torch.addmm(other_XO, x_XI, self._weights_IO[0])
+        sum_XO = _product(x_XI, self._weights_IO[0], other_XO)
         return sum_XO if self._biases_O[0] is None else sum_XO.add_(self._biases_O[0])
+
+
+def _product(
+    x_XI: Tensor, weight_IO: Tensor, added: Tensor | None, out: Tensor | None = None
+) -> Tensor:
+    if added is None:
+        return torch.mm(x_XI, weight_IO, out=out)
+    if torch.compiler.is_compiling():
+        # inductor makes a product of one row a reduction and fuses the sum, but leaves `addmm`.
+        return torch.mm(x_XI, weight_IO) + added
+    return torch.addmm(added, x_XI, weight_IO, out=out)
 
 
 def _on_cpu(weight: Tensor) -> bool:

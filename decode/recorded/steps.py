@@ -33,6 +33,9 @@ _VERSIONS = 512
 # Runs before a graph is recorded: libraries choose kernels and allocate workspaces at their first
 # call.
 _WARM_UP = 2
+# Of inductor on a GPU: a product of one row becomes a reduction that is tuned, others choose among
+# kernels by the clock. Its cache keeps what was chosen.
+_TUNED = {"coordinate_descent_tuning": True, "max_autotune": True}
 Result = TypeVar("Result")
 OfTensors = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
@@ -184,7 +187,7 @@ class StaticSteps:
         result_form = result_of(inputs, [])
         run: OfTensors = of_tensors
         if isinstance(self.backend, str):
-            run = _compiled(run, self.backend)
+            run = _compiled(run, self.backend, inputs[0].device)
         if inputs[0].device.type == "cuda":
             run = _record(run, inputs, self._pool)
         return _Step(run, result_form)
@@ -240,8 +243,11 @@ def _put_together(form: Any, tensors: Iterator[Tensor]) -> Any:
     return tuple(parts) if form.kind is tuple else form.kind(*parts)
 
 
-def _compiled(function: OfTensors, backend: str) -> OfTensors:
-    compiled = torch.compile(function, fullgraph=True, dynamic=False, backend=backend)
+def _compiled(function: OfTensors, backend: str, device: torch.device) -> OfTensors:
+    options = _TUNED if backend == "inductor" and device.type == "cuda" else None
+    compiled = torch.compile(
+        function, fullgraph=True, dynamic=False, backend=backend, options=options
+    )
 
     def step(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         with torch._dynamo.config.patch(

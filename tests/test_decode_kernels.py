@@ -1,0 +1,114 @@
+"""How many kernels a layer of a recorded step launches: none may be added unseen.
+
+Counted on a CPU, at the calls of torch that compute; a GPU runs each of them as one kernel or more.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.overrides import TorchFunctionMode
+
+from draftsmith.decode import SpeculativeDecoder
+from draftsmith.decode.recorded import steps
+from tests.tiny_models import random_llama
+
+# Queries, keys, values, output, gate, up, down.
+PRODUCTS = {"mm": 5, "addmm": 2}
+OTHERS = {
+    "rms_norm": 2,
+    "mul": 1,
+    "roll": 1,
+    "addcmul_": 1,
+    "index_copy_": 2,
+    "scaled_dot_product_attention": 1,
+    "silu": 1,
+    "mul_": 1,
+}
+
+
+class Kernels(TorchFunctionMode):
+    """Counts calls whose result is neither a view of an argument nor empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        options = kwargs or {}
+        result = function(*args, **options)
+        name = function.__name__
+        first = (*args, *options.values())[0]
+        writes = "out" in options or (name.endswith("_") and not name.endswith("__"))
+        if isinstance(result, Tensor) and name != "new_empty":
+            given = first if isinstance(first, Tensor) else result.new_empty(1)
+            shares = result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+            self.count[name] += writes or not shares
+        return result
+
+
+def of_a_layer(of_model: Callable[[int], Counter[str]]) -> dict[str, int]:
+    return dict(of_model(3) - of_model(2))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "more"), [(torch.float32, {}), (torch.bfloat16, {"mul": 3})], ids=["fp32", "bf16"]
+)
+def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
+    """A norm of bf16 is two: it scales after rounding."""
+    counts: list[Counter[str]] = []
+
+    def counted(function: Callable[..., Any], *_: object) -> Callable[..., Any]:
+        def step(tensors: Sequence[Tensor]) -> Any:
+            with Kernels() as kernels:
+                outputs = function(tensors)
+            counts.append(kernels.count)
+            return outputs
+
+        return step
+
+    monkeypatch.setattr(steps, "_compiled", counted)
+
+    def of_model(layers: int) -> Counter[str]:
+        target = random_llama(0, 32, hidden=32, layers=layers).to(dtype)
+        decoder = SpeculativeDecoder(target, compile="eager")
+        decoder.generate([[1]], max_new_tokens=2, eos_ids=())
+        return counts[-1]
+
+    assert of_a_layer(of_model) == PRODUCTS | OTHERS | more
+
+
+@pytest.mark.slow(30)
+def test_a_layer_of_a_compiled_step_has_these_kernels():
+    """Seven products, attention, two norms, rotation with the cache, and the gate."""
+
+    def of_model(layers: int) -> Counter[str]:
+        torch._dynamo.reset()
+        decoder = SpeculativeDecoder(random_llama(0, 32, hidden=32, layers=layers), compile="inductor")
+        _, (code, *_) = run_and_get_code(
+            lambda: decoder.generate([[1]], max_new_tokens=2, eos_ids=())
+        )
+        calls = code.partition("def call(")[2].partition("def benchmark")[0]
+        return Counter(re.findall(r"(extern_kernels|cpp_fused|torch\.ops)[\w.]*\(", calls))
+
+    assert of_a_layer(of_model) == {"extern_kernels": 7, "cpp_fused": 4, "torch.ops": 1}
+
+
+def test_a_gpu_tunes_what_it_compiles_and_a_cpu_does_not(monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(torch, "compile", lambda _, **options: asked.append(options["options"]))
+    for backend, device in (("inductor", "cuda"), ("inductor", "cpu"), ("eager", "cuda")):
+        steps._compiled(lambda tensors: tuple(tensors), backend, torch.device(device))
+    tuned = {"coordinate_descent_tuning": True, "max_autotune": True}
+    assert asked == [tuned, None, None]
