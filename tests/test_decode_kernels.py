@@ -95,7 +95,9 @@ def test_a_layer_of_a_compiled_step_has_these_kernels():
 
     def of_model(layers: int) -> Counter[str]:
         torch._dynamo.reset()
-        decoder = SpeculativeDecoder(random_llama(0, 32, hidden=32, layers=layers), compile="inductor")
+        decoder = SpeculativeDecoder(
+            random_llama(0, 32, hidden=32, layers=layers), compile="inductor"
+        )
         _, (code, *_) = run_and_get_code(
             lambda: decoder.generate([[1]], max_new_tokens=2, eos_ids=())
         )
