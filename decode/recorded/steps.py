@@ -35,7 +35,7 @@ _VERSIONS = 512
 _WARM_UP = 2
 # Of inductor on a GPU: a product of one row becomes a reduction that is tuned, others choose among
 # kernels by the clock. Its cache keeps what was chosen.
-_TUNED = {"coordinate_descent_tuning": True, "max_autotune": True}
+_TUNED: dict[str, Any] = {"coordinate_descent_tuning": True, "max_autotune": True}
 Result = TypeVar("Result")
 OfTensors = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
