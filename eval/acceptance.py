@@ -44,6 +44,8 @@ from draftsmith.drafts.vocabulary import vocabulary_map
 
 # Elements of [N, V] processed at once for the candidates of a rank (32 MiB in fp32).
 MAX_ELEMENTS = 2**23
+Unrolled = Iterator[tuple[Tensor, Tensor | None]]
+"""By depth, logits `[N, V]` and the confidence `[N]` that a stop reads."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def draft_logits(
     alone_B: Tensor,
     depths: int,
     at: tuple[Tensor, Tensor],
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+) -> Unrolled:
     """Yield a head's logits `[N, V]` at depth 1, 2, ... below N tokens of whole texts, -inf for
     tokens it lacks.
 
@@ -154,9 +156,7 @@ def draft_logits(
         yield head.logits_of(depth, head.inputs(states_NH, below_NT[:, : depth + 1])), None
 
 
-def _block_logits(
-    head: BlockHead, drafted_NDH: Tensor, below_NT: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _block_logits(head: BlockHead, drafted_NDH: Tensor, below_NT: Tensor) -> Unrolled:
     """Yield logits and confidence by depth. A stop reads the confidence of the next depth; the
     first one reads those of depths 1 and 2.
     """

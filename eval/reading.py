@@ -8,7 +8,7 @@ Legend: B rows, T columns (tokens), C columns with logits, V vocabulary of the t
 D depths, L tokens of the longest continuation, K ranks.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -35,6 +35,7 @@ from draftsmith.drafts.load import Draft
 from draftsmith.eval.acceptance import (
     Continuation,
     Positions,
+    Unrolled,
     draft_logits,
     model_logits,
     rank_chances,
@@ -105,8 +106,6 @@ Measurements = Mapping[str, Any]
 """Lists with an entry per text, by name."""
 Observer = Callable[[Positions], Measurements]
 """Called once for every draft and group of texts."""
-Observed = dict[str, dict[str, Measurements]]
-"""By draft and observer."""
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Continuation]]:
@@ -204,11 +203,11 @@ class _Drafted:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class Reading:
     """Traces and observations of some rows, by draft."""
 
     traces: dict[str, Traces]
-    observed: Observed
+    observed: dict[str, dict[str, Measurements]]
 
 
 @dataclass(eq=False)
@@ -249,12 +248,12 @@ class Reader:
     def _joins(self, name: str) -> bool:
         return isinstance(self.drafts[name], JoinedDraft)
 
-    def read(self, rows: Sequence[Continuation]) -> tuple[dict[str, Traces], Observed]:
-        """Return each draft's traces, and each observer's results. Launched processes divide the
-        batches. Raise RunError with model and prompt if logits are not finite.
+    def read(self, rows: Sequence[Continuation]) -> Reading:
+        """Launched processes divide the batches. Raise RunError with model and prompt if logits are
+        not finite.
         """
 
-        def read_batch(index: int) -> list[_Part]:
+        def read_batch(index: int) -> list[Reading]:
             start = index * self.batch_size
             batch = rows[start : start + self.batch_size]
             results = []
@@ -265,18 +264,17 @@ class Reader:
 
         batches = -(-len(rows) // self.batch_size)
         parts = list(chain.from_iterable(divided(batches, read_batch)))
-        traces = {}
-        observed: Observed = {}
+        whole = Reading({}, {})
         for name in self.drafts:
-            traces[name] = Traces.joined([part.traces[name] for part in parts])
-            observed[name] = {}
+            whole.traces[name] = Traces.joined([part.traces[name] for part in parts])
+            whole.observed[name] = {}
             for observer in parts[0].observed.get(name, ()):
                 groups = [part.observed[name][observer] for part in parts]
-                observed[name][observer] = {key: joined(groups, key) for key in groups[0]}
-        return traces, observed
+                whole.observed[name][observer] = {key: joined(groups, key) for key in groups[0]}
+        return whole
 
     @torch.inference_mode()
-    def _read(self, start: int, rows: Sequence[Continuation]) -> _Part:
+    def _read(self, start: int, rows: Sequence[Continuation]) -> Reading:
         """Read some rows with one forward of each model. start: number of the first row."""
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
@@ -288,13 +286,13 @@ class Reader:
         logits_NV = self._finite("", logits_BCV[at], batch, batch.row_N)
         p_NV = probs(batch.penalised(logits_NV, self.sampling), self.sampling)
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
-        part = _Part({}, {})
+        part = Reading({}, {})
         traces_of: dict[int, Traces] = {}
         for name, draft in self.models.items():
             if isinstance(draft, PreTrainedModel):
                 logits_BCV = model_logits(draft, batch.ids_BT, columns - first)
                 logits_NV = logits_BCV.to(self.target.device)[at]
-                unrolled: Iterable[tuple[Tensor, Tensor | None]] = [(logits_NV, None)]
+                unrolled: Unrolled = iter([(logits_NV, None)])
             else:
                 unrolled = draft_logits(
                     draft,
@@ -365,7 +363,7 @@ class Reader:
         u_BLK: Tensor,
         drafted: _Drafted,
         arrays: dict[str, Floats],
-        part: _Part,
+        part: Reading,
     ) -> None:
         """Record the draft's figures at `depth` (0: the next token)."""
         depth = drafted.depth
@@ -478,15 +476,15 @@ def measure_alphas(
         else:
             readable[name] = draft
     options |= {"observers": observers, "seed": seed}
-    traces, observed = Reader(target, readable, sampling, methods, **options).read(rows)
-    for name, read in traces.items():
+    whole = Reader(target, readable, sampling, methods, **options).read(rows)
+    for name, read in whole.traces.items():
         predicted: dict[str, PredictedCounts] = {}
         for method in methods:
             if _is_read(drafts[name], method) and (
                 found := predict(method.shape, method.verifier, sampling, read)
             ):
                 predicted[method.name] = found
-        measured[name] = _measurement(read, observed[name], predicted)
+        measured[name] = _measurement(read, whole.observed[name], predicted)
     return measured
 
 

@@ -203,7 +203,7 @@ def test_a_run_that_goes_on_has_a_forecast_of_what_it_does_now(tmp_path, capsys)
     (tmp_path / "step_times.json").write_text(json.dumps(asdict(times)))
     for steps, hours in ((begun.train.steps, None), (300, "4.7 h")):
         shorter = replace(options(train=TrainChoices(steps=steps)), out=str(tmp_path))
-        stages._settle(shorter, tmp_path, "draftsmith align", 0.0)
+        stages._settle(shorter, "draftsmith align", 0.0)
         hours = hours or duration(times.of_stages(begun)["train"])
         said = capsys.readouterr().err
         assert "of the whole run, expected at most: distil " in said

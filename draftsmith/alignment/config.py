@@ -4,6 +4,7 @@ open.
 
 import re
 from dataclasses import field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field
@@ -268,6 +269,16 @@ class AlignConfig(LargeTargetOptions, RunOptions):
                 raise InputError(
                     f"ood: {name}={source} is in another set too; sets must not overlap"
                 )
+
+    @property
+    def directory(self) -> Path:
+        """Where everything is written."""
+        return Path(self.out)
+
+    @property
+    def file(self) -> Path:
+        """All options of the run, once it has begun."""
+        return self.directory / "align.yaml"
 
     def drafts(self) -> dict[str, str]:
         """Return the objective of each aligned draft by name: `jsd` for `jsd:beta=0.5` if that is

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -23,7 +22,7 @@ def support_of(config: AlignConfig, models: LoadedModels) -> dict[str, list[Supp
     asked for, else of both heads that `align` chooses from; and `lm`, a pruned copy.
     """
     model = named(config.target, models.target.config, models.tokenizer)
-    start = str(Path(config.out).absolute() / "start")
+    start = str(config.directory.absolute() / "start")
     copy = replace(model, name=start)
     given = next(iter(models.drafts.values()), None)
     heads = []

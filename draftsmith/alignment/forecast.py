@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
@@ -290,7 +289,7 @@ def short_evaluation(config: AlignConfig, times: StepTimes | None) -> AlignConfi
         return None
     for name in config.trained():
         # A draft that was trained without a teacher has none.
-        alpha = read_record(Path(config.out) / name).get("heldout_alpha", 1.0)
+        alpha = read_record(config.directory / name).get("heldout_alpha", 1.0)
         most = most_tokens(alpha, config.eval.tree)
         if most >= times.pays_from:
             return None

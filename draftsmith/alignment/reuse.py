@@ -77,5 +77,5 @@ def copy_answers(config: AlignConfig) -> None:
     directory = Path(str(config.distilled))
     for name in ("prompts", "distilled", "general"):
         if (directory / name).is_dir():
-            shutil.copytree(directory / name, Path(config.out) / name, dirs_exist_ok=True)
+            shutil.copytree(directory / name, config.directory / name, dirs_exist_ok=True)
     say(f"distilled: takes the answers of {directory}, and the prompts that it held out")

@@ -70,7 +70,7 @@ def _shared(
 
 def distill_config(config: AlignConfig) -> DistillConfig:
     """Return the options of distilling the answers to the prompts that are not held out."""
-    out = Path(config.out)
+    out = config.directory
     return DistillConfig(
         **_shared(config.distill, DistillConfig),
         **_common(config),
@@ -86,7 +86,7 @@ def general_config(config: AlignConfig) -> DistillConfig:
     return DistillConfig(
         **_common(config),
         prompts=f"{config.distill.general_from}:{config.distill.general_texts}",
-        out=str(Path(config.out) / "general"),
+        out=str(config.directory / "general"),
         max_new_tokens=config.distill.max_new_tokens,
         batch_size=config.distill.batch_size,
         part_rows=config.distill.part_rows,
@@ -100,7 +100,7 @@ def general_config(config: AlignConfig) -> DistillConfig:
 
 def train_config(config: AlignConfig, name: str) -> TrainConfig:
     """Return the options of training the draft `name`, one of `config.trained()`."""
-    out = Path(config.out)
+    out = config.directory
     objective = config.trained()[name]
     options = config.train
     replayed = 0.0 if name in config.plain_drafts() else options.replay_fraction
@@ -171,7 +171,7 @@ def contenders(config: AlignConfig) -> list[str]:
     rival that needs no training; of a single trained draft also the two joined.
     """
     drafts = {"base": config.draft} if config.draft else {}
-    drafts |= {name: str(Path(config.out) / name) for name in config.trained()}
+    drafts |= {name: str(config.directory / name) for name in config.trained()}
     drafts[LOOKUP] = "prompt_lookup"
     if len(config.trained()) == 1:
         (name,) = config.trained()
@@ -181,7 +181,7 @@ def contenders(config: AlignConfig) -> list[str]:
 
 def eval_config(config: AlignConfig) -> EvalConfig:
     """Return the options of evaluating all contenders."""
-    out = Path(config.out)
+    out = config.directory
     # Name held-out prompts as their file, unless that is no name or another set has it.
     heldout = Path(config.prompts.partition(":")[0]).stem
     if not NAME.fullmatch(heldout) or heldout in (*parse_named("ood", config.ood), "id", "ood"):

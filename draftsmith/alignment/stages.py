@@ -81,7 +81,7 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
 def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignConfig, Results]:
     """Do what `align` does; return also the options with nothing left open. command: as typed."""
     began = time.monotonic()
-    out = Path(config.out)
+    out = config.directory
     command = command or command_line("align", config)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
@@ -89,7 +89,7 @@ def run_stages(config: AlignConfig, command: str | None = None) -> tuple[AlignCo
     with Run(out) as run:
         run.begin()
         config = from_main(partial(_started, config, run))
-        config, stages = _settle(config, out, command, began)
+        config, stages = _settle(config, command, began)
         say(f"\n1/3 distil: {config.target} answers {stages.distill.prompts}")
         distill(stages.distill)
         if stages.general is not None:
@@ -123,21 +123,20 @@ def _evaluated(config: AlignConfig, command: str) -> tuple[AlignConfig, Results]
     """Evaluate the acceptance of drafts that cannot pay by what training says, on few prompts;
     return also the options of that. Evaluate all, if their acceptance says otherwise.
     """
-    out = Path(config.out)
-    if short := from_main(lambda: short_evaluation(config, _times(out))):
+    if short := from_main(lambda: short_evaluation(config, _times(config))):
         say(f"only acceptance is measured, on {short.eval.max_prompts} prompts")
         results = evaluate(stages_of(short).evaluation)
         if decide(results).verdict == "rejected":
             changed = ("eval.tree", "eval.speed_prompts", "eval.max_prompts")
-            on_main(lambda: _rewrite(out / "align.yaml", short, changed, command))
+            on_main(lambda: _rewrite(config.file, short, changed, command))
             return short, results
         say("on the target's own texts a draft may pay: all is measured")
     return config, evaluate(stages_of(config).evaluation)
 
 
-def _times(out: Path) -> StepTimes | None:
+def _times(config: AlignConfig) -> StepTimes | None:
     """Return what steps took when the run began; None if it is finished."""
-    file = out / _TIMES
+    file = config.directory / _TIMES
     return StepTimes(**read_json(file, "the times of steps")) if file.is_file() else None
 
 
@@ -159,34 +158,28 @@ def _free() -> None:
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
-def _settle(
-    config: AlignConfig, out: Path, command: str, began: float
-) -> tuple[AlignConfig, Stages]:
+def _settle(config: AlignConfig, command: str, began: float) -> tuple[AlignConfig, Stages]:
     """Return the options with nothing left open, from align.yaml if a run began here, and those of
     the stages. began: when the command did, for its budget.
     """
-    file = out / "align.yaml"
-    if not from_main(file.exists):
-        begun = with_target(partial(_begin, config, file, command, began))
+    if not from_main(config.file.exists):
+        begun = with_target(partial(_begin, config, command, began))
         _free()
         return begun
-    return from_main(partial(_continued, config, file, command))
+    return from_main(partial(_continued, config, command))
 
 
-def _continued(config: AlignConfig, file: Path, command: str) -> tuple[AlignConfig, Stages]:
-    out = file.parent
-    whole = _resumed(config, file, command)
-    check_unchanged(config.prompts, out / "prompts")
-    say(f"{file}: continuing what was begun here")
-    if times := _times(out):
+def _continued(config: AlignConfig, command: str) -> tuple[AlignConfig, Stages]:
+    whole = _resumed(config, config.file, command)
+    check_unchanged(config.prompts, config.directory / "prompts")
+    say(f"{config.file}: continuing what was begun here")
+    if times := _times(config):
         # Its answers are what they were to be.
         say(f"of the whole run, {expected(times.of_stages(whole), fixed=['distil'])}")
     return whole, stages_of(whole)
 
 
-def _begin(
-    config: AlignConfig, file: Path, command: str, began: float
-) -> tuple[AlignConfig, Stages]:
+def _begin(config: AlignConfig, command: str, began: float) -> tuple[AlignConfig, Stages]:
     """Choose what is left open, hold out prompts, and write align.yaml."""
     earlier = None if config.distilled is None else earlier_run(config.distilled)
     if earlier is not None:
@@ -237,7 +230,7 @@ def _begin(
         say(line)
     if costs:
         say(pays(costs, mixture=experts_per_token(models.target) > 0))
-    on_main(partial(_write_chosen, file, command, whole, chosen, times))
+    on_main(partial(_write_chosen, command, whole, chosen, times))
     return whole, stages
 
 
@@ -246,7 +239,7 @@ def _divide(config: AlignConfig, prompts: PromptSet, heldout: int | None) -> Non
     if config.distilled is not None:
         copy_answers(config)
     elif heldout is not None:
-        hold_out(config.prompts, prompts, heldout, Path(config.out) / "prompts")
+        hold_out(config.prompts, prompts, heldout, config.directory / "prompts")
     asked = config.eval.max_prompts or 0
     if heldout is not None and asked > heldout:
         say(
@@ -256,18 +249,18 @@ def _divide(config: AlignConfig, prompts: PromptSet, heldout: int | None) -> Non
 
 
 def _write_chosen(
-    file: Path, command: str, config: AlignConfig, chosen: Sequence[str], times: StepTimes
+    command: str, config: AlignConfig, chosen: Sequence[str], times: StepTimes
 ) -> None:
-    write_json_atomic(file.parent / _TIMES, dataclasses.asdict(times))
+    write_json_atomic(config.directory / _TIMES, dataclasses.asdict(times))
     head = (
         "# Every option of this run; `draftsmith align --config FILE --out DIR` runs it again.\n"
         f"{_begun_by(command)}# Chosen were:\n"
     )
     reasons = "".join(f"#   {line}\n" for line in chosen)
-    _write(file, head + reasons, config)
+    _write(config.file, head + reasons, config)
     say(
-        f"{file}: all options, {len(chosen)} chosen with their reasons; edit it and run it with "
-        "--config and another --out"
+        f"{config.file}: all options, {len(chosen)} chosen with their reasons; edit it and run it "
+        "with --config and another --out"
     )
 
 

@@ -1,7 +1,6 @@
 """What a run of `align` bought, for `--json` and for a person."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.serving import Advice, advise, decode_command
@@ -20,13 +19,13 @@ def summary(config: AlignConfig, results: Results) -> JsonObject:
     decoded = bool(results.methods_of(best))
     tree = tau["tree"] if decoded else None
     verifier = tau["verifier"] if decoded else None
-    checkpoint = str(Path(config.out) / best)
+    checkpoint = str(config.directory / best)
     how = ["--draft", checkpoint]
     if tree is not None:
         how += ["--tree", tree]
     shown: JsonObject = {
         "out": config.out,
-        "config": str(Path(config.out) / "align.yaml"),
+        "config": str(config.file),
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "best": best,

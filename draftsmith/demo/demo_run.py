@@ -94,7 +94,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     values = _read("large")
     if short:
         values |= {"max_prompts": 2, "max_new_tokens": 8, "speed_prompts": 2, "bootstrap": 200}
-    out = Path(options.out)
+    out = options.directory
     config = EvalConfig(
         target=str(large),
         draft=[name for name in contenders(options) if not name.startswith(f"{LOOKUP}=")],

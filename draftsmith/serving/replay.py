@@ -67,9 +67,9 @@ def replay(case: Case, tokens: int) -> Replay:
         observers={"likelihood": _likelihood},
         drafts_see_penalties=False,
     )
-    traces, observed = reader.read(case.rows)
-    likelihood = observed["draft"]["likelihood"]
-    counts = predict(method.shape, method.verifier, case.sampling, traces["draft"])
+    read = reader.read(case.rows)
+    likelihood = read.observed["draft"]["likelihood"]
+    counts = predict(method.shape, method.verifier, case.sampling, read.traces["draft"])
     assert counts is not None
     emitted = [len(row.output_ids) for row in case.rows]
     return Replay(

@@ -107,10 +107,6 @@ def plan_document(
     pays = None if busy else _pays(speedups, best)
     noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
     noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
-    # Give no engine advice if timings are noisy or no draft pays.
-    elsewhere: JsonObject = {"engines": [], "schedule": None}
-    if expected and not busy:
-        elsewhere = _elsewhere(expected, batch_sizes, pays)
     texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
@@ -130,17 +126,20 @@ def plan_document(
         "costs": {**(asdict(expected.costs) if expected else {}), "rounds": rounds},
         **trees,
         "confirmed": confirmed.rows,
-        **elsewhere,
+        # Noisy timings advise nothing.
+        **_elsewhere(None if busy else expected, batch_sizes, pays),
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
 
 
-def _elsewhere(expected: Expected, sizes: Sequence[int], pays: bool | None) -> JsonObject:
-    """Return the advice for engines, and the lengths by batch size, under the rule of vLLM's best
-    setting; no lengths without sizes.
+def _elsewhere(expected: Expected | None, sizes: Sequence[int], pays: bool | None) -> JsonObject:
+    """Return the advice for engines, none if no draft pays, and the lengths by batch size, under
+    the rule of vLLM's best setting; no lengths without sizes.
     """
+    if expected is None:
+        return {"engines": [], "schedule": None}
     planner = expected.planner
     assert planner.model is not None
     # Slots that see each other draft something else in a shorter block.

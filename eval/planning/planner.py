@@ -241,8 +241,7 @@ class Planner:
             Method(f"kary:{self.ranks(texts)}", "mcsd"),
         ]
         reader = Reader(self.target, {"d": self.draft}, self.sampling, methods, TEXT_BATCH)
-        traces, _ = reader.read(texts)
-        return traces["d"]
+        return reader.read(texts).traces["d"]
 
     def time_steps(self, texts: Sequence[Continuation], *, trees_fit: bool) -> Rounds:
         """Time steps on trees of several shapes, or on whole chains, round by round. Contexts are
