@@ -10,7 +10,7 @@ U uniforms per row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -482,15 +482,12 @@ def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
 
 
 def _block_of(tree: TreeBatch, *, static: bool) -> Block:
+    """Return the target's block of a tree."""
     return Block(pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
 
 
-@lru_cache(maxsize=64)
-def _static_block(tree: TreeBatch) -> Block:
-    """Return the target's block of a tree. A static proposer passes the same few objects again: its
-    tree, and that tree cut to a depth.
-    """
-    return _block_of(tree, static=True)
+# A static proposer passes the same few objects again: its tree, and that tree cut to a depth.
+_static_block = lru_cache(maxsize=64)(partial(_block_of, static=True))
 
 
 def _widest(tree: TreeShape) -> TreeBatch:

@@ -144,8 +144,8 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
     if isinstance(head, Eagle3Head):
         layer = head.midlayer
         opening = Opening(
-            embedding_norm_D=maker.vector(layer.input_layernorm),
-            feature_norm_D=maker.vector(layer.hidden_norm),
+            embedding_norm=maker.vector(layer.input_layernorm),
+            feature_norm=maker.vector(layer.hidden_norm),
             feature_normed=layer.norm_before_residual,
         )
         layers = [maker.layer(layer, 0, _KIND, normed=False)]

@@ -6,7 +6,7 @@ heads, P slots the attention reads, N positions, V vocabulary.
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -66,21 +66,22 @@ class Norm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: its norms and its products. kind: of its mask and rotary table.
-    out_norm_D, down_norm_D: of what these products add to the state.
+    """One decoder layer: its norms and its products, by the names of `struct layer` in
+    `native/model.h`. kind: of its mask and rotary table. query_norm, key_norm: `[E]`. out_norm,
+    down_norm: `[D]`, of what these products add to the state.
     """
 
     kind: str
     norm: Norm | None
     qkv: FusedLinear
-    query_norm_E: Tensor | None
-    key_norm_E: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
     out: FusedLinear
-    out_norm_D: Tensor | None
+    out_norm: Tensor | None
     ffn_norm: Norm
     gate_up: FusedLinear
     down: FusedLinear
-    down_norm_D: Tensor | None
+    down_norm: Tensor | None
 
     @property
     def packed(self) -> bool:
@@ -136,14 +137,14 @@ class LayerMaker:
             kind=kind,
             norm=self.norm(modules[family.norm]) if normed else None,
             qkv=fused("qkv", family.qkv),
-            query_norm_E=weight(family.query_norm),
-            key_norm_E=weight(family.key_norm),
+            query_norm=weight(family.query_norm),
+            key_norm=weight(family.key_norm),
             out=fused("out", [family.out]),
-            out_norm_D=weight(family.out_norm),
+            out_norm=weight(family.out_norm),
             ffn_norm=self.norm(modules[family.ffn_norm]),
             gate_up=fused("gate_up", family.up),
             down=fused("down", [family.down]),
-            down_norm_D=weight(family.down_norm),
+            down_norm=weight(family.down_norm),
         )
 
 
@@ -156,8 +157,8 @@ class Opening:
     """
 
     fc: FusedLinear | None = None
-    embedding_norm_D: Tensor | None = None
-    feature_norm_D: Tensor | None = None
+    embedding_norm: Tensor | None = None
+    feature_norm: Tensor | None = None
     feature_normed: bool = False
 
 
@@ -204,36 +205,15 @@ class KernelForward:
         self._step = structures.Step()
         self._layers = (structures.Layer * len(layers))()
         for index, layer in enumerate(layers):
-            self._layers[index] = structures.Layer(
-                qkv=_matrix(layer.qkv),
-                out=_matrix(layer.out),
-                gate_up=_matrix(layer.gate_up),
-                down=_matrix(layer.down),
-                norm=_norm(layer.norm),
-                ffn_norm=_norm(layer.ffn_norm),
-                query_norm=address(layer.query_norm_E),
-                key_norm=address(layer.key_norm_E),
-                out_norm=address(layer.out_norm_D),
-                down_norm=address(layer.down_norm_D),
-                kind=self.kinds.index(layer.kind),
-            )
-        self._model = structures.Model(
-            layers=self._layers,
-            count=len(layers),
-            head=_matrix(head),
-            norm=_norm(norm),
-            places=address(places_ND),
-            place_count=0 if places_ND is None else len(places_ND),
-            width=self.width,
-            **vars(sizes),
-        )
+            parts = vars(layer) | {"kind": self.kinds.index(layer.kind)}
+            self._layers[index] = _filled(structures.Layer, parts)
+        parts = {"head": head, "norm": norm, "places": places_ND, "width": self.width}
+        self._model = _filled(structures.Model, vars(sizes) | parts)
+        self._model.layers = self._layers
+        self._model.count = len(layers)
+        self._model.place_count = 0 if places_ND is None else len(places_ND)
         if opening is not None:
-            self._opening = structures.Opening(
-                fc=_matrix(opening.fc),
-                embedding_norm=address(opening.embedding_norm_D),
-                feature_norm=address(opening.feature_norm_D),
-                feature_normed=opening.feature_normed,
-            )
+            self._opening = _filled(structures.Opening, vars(opening))
             self._model.opening = ctypes.pointer(self._opening)
         elif isinstance(embedding, PackedMatrix):
             self._model.embedding = address(embedding.values)
@@ -330,17 +310,18 @@ def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:
     return hidden_qP.triu_(slots - queries + 1)[None, None]
 
 
-def _norm(norm: Norm | None) -> structures.Norm:
-    if norm is None:
-        return structures.Norm()
-    return structures.Norm(address(norm.weight_D), address(norm.bias_D))
+def _filled(structure: Callable[..., Any], parts: Mapping[str, object]) -> Any:
+    """A structure with these parts, by its names for them; what is None stays zero."""
+    given = {name: _field(part) for name, part in parts.items() if part is not None}
+    return structure(**given)
 
 
-def _matrix(product: FusedLinear | None) -> structures.Matrix:
-    if product is None:
-        return structures.Matrix()
-    matrix = product.matrix
-    assert matrix is not None
-    return structures.Matrix(
-        address(matrix.values), address(product.bias_O), matrix.outputs, matrix.kind
-    )
+def _field(part: object) -> object:
+    if isinstance(part, Norm):
+        return structures.Norm(address(part.weight_D), address(part.bias_D))
+    if isinstance(part, FusedLinear):
+        matrix: Any = part.matrix
+        return structures.Matrix(
+            address(matrix.values), address(part.bias_O), matrix.outputs, matrix.kind
+        )
+    return address(part) if isinstance(part, Tensor) else part

@@ -354,9 +354,9 @@ class LeanForward:
         size = self.sizes.size
         rotated = heads + self.sizes.groups
         qk_BqHE = qkv_BqHE[:, :, :rotated]
-        if layer.query_norm_E is not None and layer.key_norm_E is not None:
-            queries = self._norm(qk_BqHE[:, :, :heads], layer.query_norm_E)
-            keys = self._norm(qk_BqHE[:, :, heads:], layer.key_norm_E)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = self._norm(qk_BqHE[:, :, :heads], layer.query_norm)
+            keys = self._norm(qk_BqHE[:, :, heads:], layer.key_norm)
             qk_BqHE = torch.cat([queries, keys], dim=2)
         # The sine carries the sign of the half that is rotated in.
         cos_Bq1E = rope_Bq1E[..., :size]

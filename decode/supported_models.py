@@ -1,21 +1,18 @@
 """What a model can verify: a token tree, or a chain by its own cache; and how far it reads."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from inspect import signature
 from typing import Literal
 
 from transformers import PreTrainedModel
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.models import check_causal, text_config
 from draftsmith.decode.tree import CHAIN, TreeShape
 
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
-_say_once = cache(logging.getLogger(__name__).warning)
 # How a model goes on from its own cache: with several tokens at once, with one at a time, or not at
 # all, so that the whole text is forwarded.
 Reading = Literal["several", "single", "whole"]
@@ -86,7 +83,7 @@ def check_tree(model: PreTrainedModel, able: Ability, tree: TreeShape) -> None:
         "single": "with a cache per row and token by token, so that a chain saves no time",
         "whole": "without a cache, which takes long",
     }
-    _say_once(f"{name} {able.reason}: decoding row by row, {how[able.reading]}")
+    warn_once(f"{name} {able.reason}: decoding row by row, {how[able.reading]}")
 
 
 def _why_no_tree(model: PreTrainedModel) -> str:

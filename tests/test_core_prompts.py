@@ -14,8 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.core import tokenization
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.prompt_rows import count_rows
 from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
 from draftsmith.core.tokenization import load_tokenizer
@@ -210,7 +209,7 @@ def copy_without_template(tokenizer: Any) -> Any:
 
 def test_a_template_of_another_model_is_one_remark(target_dir, caplog):
     """Its marks are no tokens of the target."""
-    tokenization._warn_once.cache_clear()
+    warn_once.cache_clear()
     marked = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
     for _ in range(2):
         load_tokenizer(target_dir, chat_template=marked)

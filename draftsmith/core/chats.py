@@ -6,20 +6,16 @@ of the target's end tokens. So an answer is spelled, trimmed and ended as the ta
 """
 
 import json
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import TypeAlias
 
-from draftsmith.core.errors import InputError, at
+from draftsmith.core.errors import InputError, at, warn_once
 from draftsmith.core.io import JsonObject
 from draftsmith.core.row_formats import ARGUMENTS, CONTINUES
 from draftsmith.core.template_date import dated_template
 from draftsmith.core.tokenization import Tokenizer, encode, render, text_with_specials
-
-_warn_once = cache(logging.getLogger(__name__).warning)
 
 # With the keys role and content, and others that a chat template reads.
 Turn: TypeAlias = JsonObject
@@ -158,7 +154,7 @@ class Template:
             arguments |= dict.fromkeys(_SWITCH, self.thinking)
         for name in chat.arguments:
             if not self.reads(name):
-                _warn_once(f"key {name!r} is ignored; the chat template does not read it")
+                warn_once(f"key {name!r} is ignored; the chat template does not read it")
         has_calls = any(turn.get("tool_calls") for turn in chat.messages)
         dated = dated_template(self.tokenizer, chat.tools)
         refusal: Exception | None = None

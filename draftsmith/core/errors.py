@@ -4,10 +4,11 @@ missing.
 
 import difflib
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Self
 
 # No scheme is longer; without a bound every character of a long word begins a search.
@@ -49,6 +50,12 @@ def printable(text: str) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
     return shown(without_secrets(text))
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn, the first time that this is to be said."""
+    logging.getLogger("draftsmith").warning(text)
 
 
 class DraftsmithError(Exception):

@@ -2,11 +2,9 @@
 is counted.
 """
 
-import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from draftsmith.core.chats import (
     encode_rendered,
     exchange_at,
 )
-from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.errors import InputError, warn_once, without_secrets
 from draftsmith.core.io import JsonObject, hash_64, hash_json
 from draftsmith.core.prompt_rows import (
     TOKEN,
@@ -39,8 +37,6 @@ from draftsmith.core.reasons import Reasons
 from draftsmith.core.row_formats import KEYS, given_keys
 from draftsmith.core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith.core.tokenization import Tokenizer, decode_text, encode_text
-
-_warn_once = cache(logging.getLogger(__name__).warning)
 
 # Beside the weights of a checkpoint: hashes of the prompts it was trained on.
 PROMPT_HASHES = "prompt_hashes.npy"
@@ -201,7 +197,7 @@ class PromptReader:
             if given[0] != "messages" or not Template(self.tokenizer).reads("tools"):
                 ignored.append("tools")
         for key in ignored:
-            _warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
+            warn_once(f"{self.source}: key {key!r} is ignored; prompts do not contain it")
 
     def _text_ids(self, key: str, text: str) -> list[int] | str:
         """Return the tokens of a text, or of its start, or the reason to skip it."""
@@ -209,7 +205,7 @@ class PromptReader:
             return f"key {key!r} is empty"
         if key == "prompt":
             if self.tokenizer.chat_template is not None and not self.source.startswith("@"):
-                _warn_once(
+                warn_once(
                     f"{self.source}: key 'prompt' is continued as text; to ask it in the target's "
                     "chat template, write 'messages'"
                 )

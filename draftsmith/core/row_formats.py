@@ -14,15 +14,11 @@ the row, in its `request` or `body`, and in an `extra_body` of these, as clients
 """
 
 import json
-import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
-from draftsmith.core.errors import InputError, at
+from draftsmith.core.errors import InputError, at, warn_once
 from draftsmith.core.io import JsonObject, read_words
-
-_warn_once = cache(logging.getLogger(__name__).warning)
 
 # The row's own arguments of the chat template, and those that servers also take beside them.
 ARGUMENTS = "chat_template_kwargs"
@@ -66,7 +62,7 @@ def as_known(row: JsonObject) -> JsonObject:
         turns = _alpaca(row)
     else:
         for name in arguments:
-            _warn_once(f"key {name!r} is ignored; only chats have a template")
+            warn_once(f"key {name!r} is ignored; only chats have a template")
         return row
     if row.get("system"):
         turns.insert(0, {"role": "system", "content": _text(row, "system")})

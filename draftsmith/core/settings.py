@@ -2,7 +2,6 @@
 anything loads.
 """
 
-import logging
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -10,7 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.io import read_words
 
 MIN_TEMPERATURE = 1e-5
@@ -118,7 +117,6 @@ def tokenizing(config: object) -> dict[str, Any]:
     return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
 
-_warn_once = cache(logging.getLogger(__name__).warning)
 Given: TypeAlias = Mapping[str, float | None]
 
 
@@ -191,7 +189,7 @@ def say_ignored(name: str, target: HasGenerationConfig, followed: Collection[str
     ignored = {key: value for key, value in ignored_keys(target).items() if key not in followed}
     if ignored:
         keys = [f"{key}={str(value)[:30]}" for key, value in sorted(ignored.items())]
-        _warn_once(
+        warn_once(
             f"{name}: its generation_config.json sets {', '.join(keys)}; this is ignored here, and "
             "`generate` follows it"
         )

@@ -6,20 +6,18 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from draftsmith.core.errors import InputError, first_line
+from draftsmith.core.errors import InputError, first_line, warn_once
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.signals import limited
 from draftsmith.core.sources import check_source, has_tokenizer, no_model
 
 log = logging.getLogger(__name__)
-_warn_once = cache(log.warning)
 # Marks of turns: <|im_start|>, <start_of_turn>.
 _MARK = re.compile(r"<\|[^<>|\s]+\|>|<\w+_of_turn>")
 # Templates take milliseconds.
@@ -68,7 +66,7 @@ def _check_marks(tokenizer: Tokenizer, rendered: object) -> None:
     """Warn of marks of turns that are no tokens, as in a template of another model."""
     for mark in dict.fromkeys(_MARK.findall(str(rendered))):
         if (count := len(encode(tokenizer, mark, add_special_tokens=False))) > 1:
-            _warn_once(
+            warn_once(
                 f"the chat template marks turns with {mark}, which is {count} tokens to the "
                 "tokenizer; is it the target's own? --chat_template names another"
             )

@@ -72,14 +72,14 @@ def _rope_type(config: object) -> str:
     return str(rope.get("rope_type", "default"))
 
 
-def _vocabulary_error(model: Model | Source, size: int) -> str | None:
+def _vocabulary_error(model: Model | Source, size: int) -> str:
     if model.tokenizer is None:
         return f"{model.name} has no tokenizer, and a GGUF file holds one; give --target"
     try:
         described(model.tokenizer, size)
     except InputError as error:
         return str(error)
-    return None
+    return ""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Pair:
     """The language models of a pair, target first. source: the head and its target, if the draft
     is a head.
 
-    A method named in `rules.yaml` says in which way the pair breaks that rule; None if it does not.
+    A method named in `rules.yaml` says in which way the pair breaks that rule; "" if it does not.
     """
 
     models: tuple[Model, ...]
@@ -120,29 +120,30 @@ class Pair:
 
     # Language models.
 
-    def no_model_alone(self) -> str | None:
+    def no_model_alone(self) -> str:
         name = self.models[1].architecture or ""
         reads = f"the draft is a {name}, which reads its target's keys and values"
-        return reads if "Assistant" in name else None
+        return reads if "Assistant" in name else ""
 
-    def stateful(self) -> str | None:
+    def stateful(self) -> str:
         name = self.models[0].architecture
         model = getattr(transformers, name or "", None)
         if not getattr(model, "_is_stateful", False):
-            return None
+            return ""
         return f"the target, a {name}, keeps a state that cannot go back"
 
-    def sizes_differ(self) -> str | None:
+    def sizes_differ(self) -> str:
         target, draft = (model.size for model in self.models)
         if target == draft:
-            return None
+            return ""
         return f"the draft's vocabulary has {draft} tokens and the target's {target}"
 
-    def path_of_a_head(self) -> str | None:
+    def path_of_a_head(self) -> str:
         trap = path_trap(self.models[1].name)
-        return trap and f"the draft's path has '{trap}' in it, so vLLM would load it as a head"
+        takes = f"the draft's path has '{trap}' in it, so vLLM would load it as a head"
+        return takes if trap else ""
 
-    def no_cpu_kernel(self) -> str | None:
+    def no_cpu_kernel(self) -> str:
         sizes = {model.name: model.head_size for model in self.models}
         if self.source is not None and self.kind != "medusa":
             sizes[self.source.name] = self.head.config.head_dim
@@ -150,9 +151,9 @@ class Pair:
         for name, size in sizes.items():
             if size is not None and size not in _VLLM_CPU_HEADS:
                 return f"{name} has attention heads of size {size}; vLLM takes {known}"
-        return None
+        return ""
 
-    def not_written_as_gguf(self) -> str | None:
+    def not_written_as_gguf(self) -> str:
         for model in self.models:
             kind = model.config.model_type
             rope = _rope_type(model.config)
@@ -166,13 +167,13 @@ class Pair:
                 return f"{model.name} has biases in its attention"
             if rope not in ROPES:
                 return f"{model.name}: export cannot write RoPE type '{rope}'"
-        return None
+        return ""
 
-    def no_gguf_tokenizer(self) -> str | None:
+    def no_gguf_tokenizer(self) -> str:
         errors = (_vocabulary_error(model, model.size) for model in self.models)
-        return next(filter(None, errors), None)
+        return next(filter(None, errors), "")
 
-    def tokens_differ(self) -> str | None:
+    def tokens_differ(self) -> str:
         """How the vocabularies of target and draft differ by llama.cpp's rules."""
         target, draft = (described(m.tokenizer, m.size) for m in self.models if m.tokenizer)
         if target.model != draft.model:
@@ -187,9 +188,9 @@ class Pair:
         for i, (ours, theirs) in enumerate(zip(target.tokens, draft.tokens, strict=False)):
             if i >= _LLAMA_FIRST_TEXT and ours != theirs:
                 return f"token {i} is {ascii(ours)} to the target and {ascii(theirs)} to the draft"
-        return None
+        return ""
 
-    def not_built_as_onnx(self) -> str | None:
+    def not_built_as_onnx(self) -> str:
         for model in self.models:
             size = model.head_size
             if size is None:
@@ -197,114 +198,114 @@ class Pair:
             if size % 16:
                 heads = f"{model.name} has attention heads of size {size}"
                 return f"{heads}; the engine needs a multiple of 16"
-        return None
+        return ""
 
     # Heads: what the target does to logits and embeddings.
 
-    def logits_changed(self) -> str | None:
+    def logits_changed(self) -> str:
         projection = self.head.borrowed.projection
         if projection.softcap:
             return f"the target caps its logits at {projection.softcap}"
         if projection.scale != 1:
             return f"the target scales its logits by {projection.scale:g}"
-        return None
+        return ""
 
-    def logits_biased(self) -> str | None:
+    def logits_biased(self) -> str:
         biased = self.head.borrowed.projection.bias_V is not None
-        return "the target has a bias in its output projection" if biased else None
+        return "the target has a bias in its output projection" if biased else ""
 
-    def _scaled_embedding(self, engine: str) -> str | None:
+    def _scaled_embedding(self, engine: str) -> str:
         if not self.head.borrowed.scales_embedding:
-            return None
+            return ""
         return f"the target scales its embedding (the Gemma family), and {engine} the unscaled one"
 
-    def sglang_embedding(self) -> str | None:
+    def sglang_embedding(self) -> str:
         return self._scaled_embedding("SGLang gives a head")
 
-    def speculators_embedding(self) -> str | None:
+    def speculators_embedding(self) -> str:
         return self._scaled_embedding("speculators gives a block")
 
     # Heads: their variants.
 
-    def windowed(self) -> str | None:
+    def windowed(self) -> str:
         window = self.head.config.window
         attends = f"the head attends to a window of {window} tokens"
-        return window and f"{attends}, which this layout supports for causal blocks only"
+        return f"{attends}, which this layout supports for causal blocks only" if window else ""
 
-    def _norm_moved(self, *options: str) -> str | None:
+    def _norm_moved(self, *options: str) -> str:
         for option in options:
             if getattr(self.head.config, option):
                 return f"the head sets '{option}', which moves a norm"
-        return None
+        return ""
 
-    def norm_before_residual(self) -> str | None:
+    def norm_before_residual(self) -> str:
         return self._norm_moved("norm_before_residual")
 
-    def several_layers(self) -> str | None:
+    def several_layers(self) -> str:
         layers = self.head.config.num_hidden_layers
-        return f"the head has {layers} layers" if layers > 1 else None
+        return f"the head has {layers} layers" if layers > 1 else ""
 
-    def norm_before_fc(self) -> str | None:
+    def norm_before_fc(self) -> str:
         return self._norm_moved("norm_before_fc")
 
-    def norms_of_31(self) -> str | None:
+    def norms_of_31(self) -> str:
         return self._norm_moved("fc_norm", "norm_output")
 
-    def longrope(self) -> str | None:
+    def longrope(self) -> str:
         if _rope_type(self.head.config) != "longrope":
-            return None
+            return ""
         return "the head's rope is longrope, whose factors an engine chooses by its longest text"
 
-    def too_few_states(self) -> str | None:
+    def too_few_states(self) -> str:
         if len(set(self.states)) >= 3:
-            return None
+            return ""
         return f"the head reads states {self.states} of a target of {self.target_layers} layers"
 
-    def normed_last(self) -> str | None:
+    def normed_last(self) -> str:
         normed = self.head.config.last_tap == "normed"
         trained = "the head was trained on the target's last state behind the final norm"
-        return trained if normed else None
+        return trained if normed else ""
 
-    def reads_last(self) -> str | None:
+    def reads_last(self) -> str:
         if max(self.states) < self.target_layers:
-            return None
+            return ""
         return f"the head reads the output of the last layer (states {self.states})"
 
-    def reads_embedding(self) -> str | None:
+    def reads_embedding(self) -> str:
         if min(self.states) >= 1:
-            return None
+            return ""
         return f"the head reads states {self.states}, and SGLang cannot give the embedding"
 
-    def authors_head_size(self) -> str | None:
+    def authors_head_size(self) -> str:
         layer = self.head.config
         if layer.head_dim * layer.num_attention_heads == layer.hidden_size:
-            return None
+            return ""
         sizes = f"{layer.head_dim} is not {layer.hidden_size} / {layer.num_attention_heads}"
         return f"head size {sizes}, which SafeAILab's code assumes"
 
-    def authors_rope(self) -> str | None:
+    def authors_rope(self) -> str:
         rope = _rope_type(self.head.config)
         if rope in _AUTHORS_ROPES:
-            return None
+            return ""
         return f"rope of type '{rope}' is unknown to SafeAILab's code ({', '.join(_AUTHORS_ROPES)})"
 
-    def authors_states(self) -> str | None:
+    def authors_states(self) -> str:
         layers = self.target_layers
         fixed = [2, layers // 2, layers - 3]
         if self.states == fixed:
-            return None
+            return ""
         always = f"SafeAILab's code always gives {fixed} of {layers} layers"
         return f"the head reads states {self.states} and {always}"
 
-    def gguf_rope(self) -> str | None:
+    def gguf_rope(self) -> str:
         rope = _rope_type(self.head.config)
-        return None if rope in ROPES else f"export cannot write RoPE type '{rope}'"
+        return "" if rope in ROPES else f"export cannot write RoPE type '{rope}'"
 
-    def no_gguf_tokens(self) -> str | None:
+    def no_gguf_tokens(self) -> str:
         assert self.source is not None
         return _vocabulary_error(self.source, self.head.vocab_size)
 
-    def no_mtp_layer(self) -> str | None:
+    def no_mtp_layer(self) -> str:
         family = text_config(self.target).model_type
         written = written_for(family)
         if written is None:
@@ -313,16 +314,16 @@ class Pair:
         same_layer = head.layer["model_type"] == (written.family or family)
         if not same_layer or head.hidden_first != written.hidden_first:
             return f"the head's layer is not one of a {family} model"
-        return None
+        return ""
 
-    def not_in_transformers(self) -> str | None:
+    def not_in_transformers(self) -> str:
         """transformers finds the layer by the numbers that it has in published sizes."""
         config = text_config(self.target)
         name = f"model.layers.{config.num_hidden_layers}.eh_proj.weight"
         patterns = self.target._keys_to_ignore_on_load_unexpected or ()
         known = any(re.search(pattern, name) for pattern in patterns)
         if known and hasattr(config, "num_mtp_layers"):
-            return None
+            return ""
         return f"generate(use_mtp=True) finds no MTP layer in this {config.model_type} model"
 
 

@@ -5,14 +5,13 @@ features.
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
 from draftsmith.core.device_map import Written
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.hub import cached
 from draftsmith.core.io import JsonObject, read_json
 from draftsmith.core.models import (
@@ -48,7 +47,6 @@ from draftsmith.drafts.vocabulary import VocabularyMap, attach, map_vocabulary, 
 
 Draft = PreTrainedModel | Head
 log = logging.getLogger(__name__)
-_warn_once = cache(log.warning)
 
 
 @dataclass(frozen=True)
@@ -158,10 +156,10 @@ def _remark_size(
     size = read_per_token(draft)
     whole = read_per_token(target)
     if Path(source).absolute() == Path(target_name).absolute():
-        _warn_once(f"{source}: is the target itself; drafting with it cannot pay")
+        warn_once(f"{source}: is the target itself; drafting with it cannot pay")
     elif size >= whole:
         more = "more than" if size > whole else "as much as"
-        _warn_once(
+        warn_once(
             f"{source}: reads {more} the target ({size:,} and {whole:,} parameters per token); "
             "drafting cannot pay"
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.devices import generators_kept
-from draftsmith.core.errors import InputError, first_line, one_line
+from draftsmith.core.errors import InputError, first_line, one_line, warn_once
 from draftsmith.core.hub import cached, lfs_pointer, snapshot
 from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_json_atomic
 from draftsmith.core.record import check_weights, read_record
@@ -51,7 +51,6 @@ HEADS: dict[str, type[Head]] = {
 }
 
 log = logging.getLogger(__name__)
-_warn_once = cache(log.warning)
 _COMPARED_ROWS = 1024
 NATIVE = "mtp"
 """The draft that is the target's own MTP layer; `mtp:CHECKPOINT` is that of another checkpoint."""
@@ -217,7 +216,7 @@ def _native_files(name: str, target: PreTrainedModel) -> _Files:
             + (f"its own is {apart}" if apart else "train one with draftsmith train --kind mtp")
         )
     if (count := len(found.starts)) > 1:
-        _warn_once(f"{directory}: has {count} MTP layers; the first serves all depths")
+        warn_once(f"{directory}: has {count} MTP layers; the first serves all depths")
     tensors: dict[str, Tensor] = {}
     for file, names in names_of.items():
         if wanted := found.first(names):

@@ -95,31 +95,19 @@ class ExportedHead:
     target_architectures: list[str]
 
 
-def _never(values: JsonObject, names: Names) -> bool:
-    return False
-
-
-def _as_it_is(files: HeadFiles) -> None:
-    pass
-
-
-def _our_config(head: ExportedHead) -> JsonObject:
-    return head.values
-
-
 @dataclass(frozen=True, kw_only=True)
 class Functions:
     """What a layout does beside renaming tensors."""
 
-    known: Callable[[JsonObject, Names], bool] = _never
+    known: Callable[[JsonObject, Names], bool] = lambda *_: False
     """Whether config.json describes such a head. Asks for tensor names only if the config does not
     tell.
     """
-    read: Callable[[HeadFiles], None] = _as_it_is
+    read: Callable[[HeadFiles], None] = lambda _: None
     """Complete config and tensors after renaming. Raises InputError for a variant that cannot be
     run.
     """
-    config: Callable[[ExportedHead], JsonObject] = _our_config
+    config: Callable[[ExportedHead], JsonObject] = lambda head: head.values
     """Return config.json of the layout."""
 
 

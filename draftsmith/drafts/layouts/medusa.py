@@ -73,10 +73,6 @@ def _vllm_config(head: ExportedHead) -> JsonObject:
 _HYDRA_PLAIN = {"hydra_head_arch": "mlp", "grounded_heads": True, "hidden_state_offset": 0}
 
 
-def _is_hydra(values: JsonObject, names: Names) -> bool:
-    return "hydra_num_heads" in values
-
-
 def _read_hydra(files: HeadFiles) -> None:
     heads, layers = files.count_heads_and_layers(r"heads\.(\d+)\.(\d+)\..+")
     if "projections.0.weight" not in files.tensors or "hydra_own_projection" in files.values:
@@ -102,5 +98,5 @@ def _read_hydra(files: HeadFiles) -> None:
 FUNCTIONS = {
     "vllm-medusa": Functions(known=_is_vllm_medusa, read=_read_vllm_medusa, config=_vllm_config),
     "medusa": Functions(known=_is_medusa, read=_read_medusa),
-    "hydra": Functions(known=_is_hydra, read=_read_hydra),
+    "hydra": Functions(known=lambda values, _: "hydra_num_heads" in values, read=_read_hydra),
 }

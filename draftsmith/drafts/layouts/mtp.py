@@ -1,7 +1,7 @@
 """Layouts of MTP heads: our own, and those in which models ship with an MTP layer."""
 
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -87,24 +87,17 @@ def written_for(family: str) -> NativeLayer | None:
     return None
 
 
-def _is_ours(values: JsonObject, names: Names) -> bool:
-    return values.get("architectures") == ["MtpHead"]
-
-
 def _is_native(values: JsonObject, names: Names) -> bool:
     """Whether a directory holds an MTP layer and nothing else of its model."""
     text: JsonObject = values.get("text_config") or {}
     counted = any(values.get(key) or text.get(key) for key in _COUNTS)
     if not counted and values.get("model_type") != _WITHOUT_COUNT:
         return False
-    return _only_layer(names())
-
-
-def _only_layer(names: Set[str]) -> bool:
-    found = find_layers(names)
+    found = find_layers(names())
     if found is None:
         return False
-    return all(re.fullmatch(_TARGETS_OWN, name) for name in names - found.every(names))
+    others = names() - found.every(names())
+    return all(re.fullmatch(_TARGETS_OWN, name) for name in others)
 
 
 def _read_native(files: HeadFiles) -> None:
@@ -127,6 +120,6 @@ def _read_native(files: HeadFiles) -> None:
 
 
 FUNCTIONS = {
-    "mtp": Functions(known=_is_ours),
+    "mtp": Functions(known=lambda values, _: values.get("architectures") == ["MtpHead"]),
     "native-mtp": Functions(known=_is_native, read=_read_native),
 }
