@@ -47,7 +47,7 @@ def distill(
         check_push(config.push_to_hub)
     try:
         with Run(config.out) as run:
-            processes = join_processes(config.device, config)
+            join_processes(config.device, config)
             tokenizer = load_tokenizer(config.target, **tokenizing(config))
             if config.thinking == "drop":
                 switch_thinking_off(tokenizer)
@@ -55,7 +55,7 @@ def distill(
             if date is not None:
                 say(f"distill: the chat template prints the date; in this set it is {date}")
             with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-                job = Job(config, engine, tokenizer, processes, date)
+                job = Job(config, engine, tokenizer, date)
                 if engine.states is not None:
                     check(config, engine)
                 summary = _distill(job, run, command or command_line("distill", config))
@@ -105,7 +105,6 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         _identity(job, suites),
         make,
         tokenizer=tokenizer,
-        processes=job.processes,
         by_content=options.known_by_content(config),
     )
     if engine.states is not None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ from draftsmith.core.io import (
     writing,
 )
 from draftsmith.core.provenance import provenance
-from draftsmith.core.ranks import is_main, on_main
+from draftsmith.core.ranks import is_main, on_main, wait_for_everyone
 from draftsmith.core.reasons import Reasons
 from draftsmith.core.runs import Run, journal_rows, kept_identity
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
@@ -40,9 +40,6 @@ from draftsmith.distill.parts import (
     reading,
 )
 from draftsmith.drafts.cards import distilled_set_card
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 # Prompts that the target wrote, and their record: number of texts drawn and kept, why the others
 # were left out, and the sha256 of the prompts.
@@ -87,7 +84,6 @@ def make_set(
     make: Callable[[], int],
     *,
     tokenizer: Tokenizer,
-    processes: "PartialState",
     by_content: JsonObject | None = None,
 ) -> JsonObject:
     """Claim the directory of a run, let `make` write the parts and return their number, and finish
@@ -103,7 +99,7 @@ def make_set(
     run.begin(identity, IDENTITY_FILES, by_content, command)
     with _reopened(out):
         parts = make()
-    processes.wait_for_everyone()
+    wait_for_everyone()
     origin = provenance(command, identity["config"] | (by_content or {}))
     on_main(lambda: _finish(out, parts, identity, origin, tokenizer))
     return read_json(out / "manifest.json", "the manifest that this run has written")

@@ -19,7 +19,7 @@ from draftsmith.core.chats import Chat, chat_text
 from draftsmith.core.errors import InputError, RunError, at
 from draftsmith.core.io import JsonObject, canonical_json, sha256_file, write_sealed
 from draftsmith.core.prompts import Skipped
-from draftsmith.core.ranks import from_main, on_main
+from draftsmith.core.ranks import from_main, on_main, wait_for_everyone
 from draftsmith.core.reasons import Reasons
 from draftsmith.core.runs import Run
 from draftsmith.core.tokenization import Tokenizer, decode_text, text_with_specials
@@ -93,7 +93,7 @@ def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
     drawn = run.out / DRAWN
     if not from_main(lambda: run.finished(PROMPTS)):
         make_parts(dataclasses.replace(job, config=config), openings, drawn, "prompts")
-        job.processes.wait_for_everyone()
+        wait_for_everyone()
     prompts: Path = run.step(PROMPTS, lambda file: _write_prompts(job, openings, run.out, file))
     on_main(lambda: shutil.rmtree(drawn, ignore_errors=True))
     return prompts

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from draftsmith.core.asked_hash import asked_in_chat
 from draftsmith.core.chats import Chat
@@ -29,9 +28,6 @@ from draftsmith.distill.filters import why_dropped
 from draftsmith.distill.parts import SCHEMA, TEACHER_SCHEMA, Part, SetRow, prompts_of_finished
 from draftsmith.distill.prompt_sources import PromptSource
 
-if TYPE_CHECKING:
-    from accelerate import PartialState
-
 
 @dataclass(frozen=True)
 class Job:
@@ -40,7 +36,6 @@ class Job:
     config: DistillConfig
     engine: Engine
     tokenizer: Tokenizer
-    processes: "PartialState"
     date: str | None = None
 
     @property

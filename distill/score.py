@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -62,9 +62,6 @@ from draftsmith.distill.parts import (
     prompts_of_finished,
     write_part,
 )
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 # Bounds the memory of the float64 copy of a chunk's logits.
 _CHUNK_VALUES = 2**24
@@ -161,7 +158,7 @@ def score_set(
     config = configured(ScoreConfig, config, options)
     with Run(config.out) as run:
         out = run.out
-        processes = join_processes(config.device, config)
+        join_processes(config.device, config)
         tokenizer = load_tokenizer(config.target, **tokenizing(config))
         model = load_model(config.target, **loading(config))
         check_tokenizer(config.target, model, tokenizer)
@@ -187,9 +184,8 @@ def score_set(
             run,
             command or command_line("distill", config),
             identity,
-            lambda: _score_parts(answers, config, model, processes),
+            lambda: _score_parts(answers, config, model),
             tokenizer=tokenizer,
-            processes=processes,
         )
         return {
             "out": config.out,
@@ -201,9 +197,7 @@ def score_set(
         }
 
 
-def _score_parts(
-    answers: Answers, config: ScoreConfig, model: PreTrainedModel, processes: "PartialState"
-) -> int:
+def _score_parts(answers: Answers, config: ScoreConfig, model: PreTrainedModel) -> int:
     """Write the parts of this process that are not finished; return the number of all parts."""
     out = Path(config.out)
     count = answers.count if groups() == 1 else None

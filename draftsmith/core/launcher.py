@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from draftsmith.core.agreement import agree
 from draftsmith.core.errors import LauncherError, RunError, first_line
@@ -26,9 +26,6 @@ from draftsmith.core.ranks import (
     say,
 )
 from draftsmith.core.signals import interruptible
-
-if TYPE_CHECKING:
-    from accelerate import PartialState
 
 # `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the
 # stage.
@@ -160,9 +157,9 @@ def agree_on(config: object) -> None:
         agree({"config": for_all(config), "versions": versions(), "sharing": launcher_request()})
 
 
-def join_processes(device: str, config: object) -> "PartialState":
-    """Join the process group and return its state. Raise RunError if not all processes that were
-    launched are in it, InputError if they do not have the same options.
+def join_processes(device: str, config: object) -> None:
+    """Join the process group. Raise RunError if not all processes that were launched are in it,
+    InputError if they do not have the same options.
     """
     from accelerate import PartialState
 
@@ -174,7 +171,6 @@ def join_processes(device: str, config: object) -> "PartialState":
         state = PartialState(cpu=on_cpu, **process_group_options(on_cpu))
     check_process_count(state.num_processes)
     agree_on(config)
-    return state
 
 
 def leave_processes() -> None:

@@ -240,6 +240,11 @@ def from_each(work: Callable[[], T]) -> list[T]:
     return [value for value, _ in outcomes]
 
 
+def wait_for_everyone() -> None:
+    """Wait until every process is here."""
+    from_each(lambda: None)
+
+
 def divided(count: int, work: Callable[[int], T]) -> list[T]:
     """`[work(0), ..., work(count - 1)]` in every process: each index is worked on by one group
     of them, in turn.
