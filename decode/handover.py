@@ -47,11 +47,15 @@ class Handover:
     vocabulary: int
     device: torch.device
 
+    @property
+    def _where(self) -> str:
+        return f"proposer {self.parts.proposer and self.parts.proposer.name}"
+
     def check_proposal(self, proposal: Proposal, rows: int) -> None:
         """Raise InputError for tensors that do not fit each other, the batch, or the decoder's
         tree.
         """
-        where = f"proposer {self.parts.proposer and self.parts.proposer.name}"
+        where = self._where
         if not isinstance(proposal, Proposal) or not isinstance(proposal.tree, TreeBatch):
             kind = type(getattr(proposal, "tree", proposal)).__name__
             raise InputError(f"{where}: expected a Proposal with a TreeBatch, got {kind}")
@@ -77,7 +81,7 @@ class Handover:
         that the verifier does not take. On an accelerator nothing is read, which would make it
         wait.
         """
-        where = f"proposer {self.parts.proposer and self.parts.proposer.name}"
+        where = self._where
         drafted_BN = proposal.tokens_BM[:, 1:]
         q_BEV = proposal.q_BEV
         if not drafted_BN.numel():

@@ -132,14 +132,10 @@ def mix(of_first_B: Tensor, first: TreeBatch, second: TreeBatch) -> TreeBatch:
     most = max(first.children_RMK.shape[2], second.children_RMK.shape[2])
     mine = first.padded(rows, nodes, most)
     others = second.padded(rows, nodes, most)
-    return TreeBatch(
-        parents_RN=mix_rows(of_first_B, mine.parents_RN, others.parents_RN),
-        depths_RN=mix_rows(of_first_B, mine.depths_RN, others.depths_RN),
-        children_RMK=mix_rows(of_first_B, mine.children_RMK, others.children_RMK),
-        groups_RM=mix_rows(of_first_B, mine.groups_RM, others.groups_RM),
-        sees_RMM=mix_rows(of_first_B, mine.sees_RMM, others.sees_RMM),
-        widths=max(first.widths, second.widths, key=len),
-    )
+    mixed: dict[str, Tensor] = {}
+    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
+        mixed[name] = mix_rows(of_first_B, getattr(mine, name), getattr(others, name))
+    return TreeBatch(**mixed, widths=max(first.widths, second.widths, key=len))
 
 
 def mix_rows(of_first_B: Tensor, first: Tensor, second: Tensor) -> Tensor:

@@ -202,9 +202,7 @@ class StaticTreeSession(Session):
         tokens = [grown.tokens_Bc for grown in drafted]
         tokens_BM = pad(torch.cat(tokens, dim=1), (1, 0), value=-1)
         parts_q = [grown.q_BeV for grown in drafted if grown.q_BeV is not None]
-        finite_B = drafted[0].finite_B
-        for grown in drafted[1:]:
-            finite_B = finite_B & grown.finite_B
+        finite_B = torch.stack([grown.finite_B for grown in drafted]).all(0)
         return self._proposal(tokens_BM, parts_q, len(drafted), finite_B)
 
     def _most_probable_chain(self) -> Proposal:

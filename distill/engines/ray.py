@@ -20,7 +20,6 @@ from ray.util import ActorPool
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.ranks import require_single_process
-from draftsmith.core.settings import ResolvedSampling
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import (
@@ -44,13 +43,8 @@ log = logging.getLogger(__name__)
 LOCAL = "local"  # Ray's name for a cluster that it starts for this process
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What an `Engine` says of its target."""
-
-    identity: dict[str, str | None]
-    sampling: ResolvedSampling
-    max_prompt_tokens: int | None
+# What an `Engine` says of its target.
+_FACTS = ("identity", "sampling", "max_prompt_tokens")
 
 
 class Worker:
@@ -68,9 +62,8 @@ class Worker:
 
         return HFEngine(self._config, self._tokenizer)
 
-    def facts(self) -> "Facts":
-        engine = self._engine
-        return Facts(engine.identity, engine.sampling, engine.max_prompt_tokens)
+    def facts(self) -> dict[str, object]:
+        return {name: getattr(self._engine, name) for name in _FACTS}
 
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
@@ -103,10 +96,8 @@ class RayEngine(Engine):
             self._tokenizer = ray.put(tokenizer)
             self.workers += [actor.remote(local, self._tokenizer) for _ in range(resources.workers)]
             with _worker_errors():
-                facts: Facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
-            self.identity = facts.identity
-            self.sampling = facts.sampling
-            self.max_prompt_tokens = facts.max_prompt_tokens
+                facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
+            vars(self).update(facts)
         except BaseException:
             self.close()
             raise

@@ -449,11 +449,10 @@ def context_length(model: PreTrainedModel) -> int | None:
     """
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
-    values: list[object] = []
+    keys = ("max_position_embeddings", "n_positions")
+    values = [getattr(model.config, key, None) for key in keys]
     if rope.get("rope_type") == "longrope":
-        values.append(rope.get("original_max_position_embeddings"))
-    for key in ("max_position_embeddings", "n_positions"):
-        values.append(getattr(model.config, key, None))
+        values.insert(0, rope.get("original_max_position_embeddings"))
     return next((value for value in values if isinstance(value, int)), None)
 
 

@@ -112,12 +112,12 @@ class BlockConfig(LayerConfig):
         }
         if self.window is not None:
             inner |= {"use_swa": True, "swa_window_size": self.window}
-        values = super().to_json()
-        values["architectures"] = ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"]
-        values["model_type"] = "qwen3"
-        for key in _SAME_KEYS:
-            values[key] = getattr(self, key)
-        values["dflash_config"] = inner
+        values = super().to_json() | {
+            "architectures": ["Qwen3DSparkModel" if dspark else "DFlashDraftModel"],
+            "model_type": "qwen3",
+            **{key: getattr(self, key) for key in _SAME_KEYS},
+            "dflash_config": inner,
+        }
         if self.markov_rank:
             values["markov_head_type"] = "vanilla"
         if self.confidence:
@@ -128,9 +128,7 @@ class BlockConfig(LayerConfig):
 
     @classmethod
     def from_json(cls, values: JsonObject, target: PreTrainedModel) -> Self:
-        borrow(target).check_sizes(
-            hidden_size=values["hidden_size"], vocab_size=values["vocab_size"]
-        )
+        borrow(target).check_sizes(values)
         layers = layout_of(target).count - 1
         inner: JsonObject = values.get("dflash_config") or {}
         values = inner | values | {"qk_norm": True}

@@ -4,7 +4,7 @@ never trained.
 Legend: H hidden size, V vocabulary; `...` any leading shape.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -154,13 +154,13 @@ class Borrowed:
     def __deepcopy__(self, memo: dict[int, object]) -> "Borrowed":
         return self
 
-    def check_sizes(self, hidden_size: int, vocab_size: int) -> None:
-        """Raise InputError unless these sizes of a head are the target's."""
-        for key, size in {"hidden_size": hidden_size, "vocab_size": vocab_size}.items():
+    def check_sizes(self, head: Mapping[str, object]) -> None:
+        """Raise InputError unless the sizes in a head's config are the target's."""
+        for key in ("hidden_size", "vocab_size"):
             target = getattr(self, key)
-            if size != target:
+            if head[key] != target:
                 raise InputError(
-                    f"'{key}' is {size} and the target's is {target}; use the target it was "
+                    f"'{key}' is {head[key]} and the target's is {target}; use the target it was "
                     "trained for"
                 )
 

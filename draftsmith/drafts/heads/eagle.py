@@ -129,24 +129,21 @@ class LayerConfig:
         """config.json, with rope also under the names that other engines and transformers 4
         read.
         """
-        values: JsonObject = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        for key in (*_SIZES, "hidden_act"):
-            values[key] = getattr(self, key)
         scaling = dict(self.rope_parameters)
-        values["rope_theta"] = scaling.pop("rope_theta")
-        values["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
-        values["num_hidden_layers"] = self.num_hidden_layers
-        values["attention_bias"] = self.o_bias
-        values["mlp_bias"] = False
-        if self.qkv_bias:
-            values["qkv_bias"] = True
-        if self.qk_norm:
-            values["qk_norm"] = True
-        values["vocab_size"] = self.vocab_size
-        values["tie_word_embeddings"] = False
-        if self.last_tap:
-            values["last_tap"] = self.last_tap
-        return values
+        values: JsonObject = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            **{key: getattr(self, key) for key in (*_SIZES, "hidden_act")},
+            "rope_theta": scaling.pop("rope_theta"),
+            "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
+            "num_hidden_layers": self.num_hidden_layers,
+            "attention_bias": self.o_bias,
+            "mlp_bias": False,
+            **{key: True for key in ("qkv_bias", "qk_norm") if getattr(self, key)},
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+        }
+        return values | {"last_tap": self.last_tap} if self.last_tap else values
 
     def taps(self, states: Sequence[int]) -> tuple[int, ...]:
         """The numbers of these states of the target, -1 for a last one that is normed."""
@@ -235,13 +232,11 @@ def draw(fc: nn.Linear, layers: nn.Module, seed: int) -> None:
     in `layers`.
     """
     random = generator(seed)
-    maps: list[nn.Linear | nn.Embedding] = [fc]
-    for module in layers.modules():
-        if isinstance(module, nn.Linear | nn.Embedding) and module is not fc:
-            maps.append(module)
-    for drawn in maps:
-        std = join_scale(fc) if drawn is fc else _INITIALIZER_RANGE
-        nn.init.normal_(drawn.weight, 0.0, std, generator=random)
+    others = [module for module in layers.modules() if module is not fc]
+    for drawn in (fc, *others):
+        if isinstance(drawn, nn.Linear | nn.Embedding):
+            std = join_scale(fc) if drawn is fc else _INITIALIZER_RANGE
+            nn.init.normal_(drawn.weight, 0.0, std, generator=random)
         if isinstance(drawn, nn.Linear) and drawn.bias is not None:
             nn.init.zeros_(drawn.bias)
 
@@ -258,9 +253,7 @@ class EagleConfig(LayerConfig):
     @classmethod
     def from_json(cls, values: JsonObject, target: PreTrainedModel) -> "EagleConfig":
         """Read config.json. Raises InputError if its sizes are not the target's."""
-        borrow(target).check_sizes(
-            hidden_size=values["hidden_size"], vocab_size=values["vocab_size"]
-        )
+        borrow(target).check_sizes(values)
         # The authors' code gives `fc` a bias if the key is absent.
         return cls.read(values, bias=values.get("bias", True))
 

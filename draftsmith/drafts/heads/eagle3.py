@@ -68,14 +68,13 @@ class Eagle3Config(LayerConfig):
     """A norm for each of the fused states."""
 
     def to_json(self) -> JsonObject:
-        values = super().to_json()
-        values["architectures"] = ["LlamaForCausalLMEagle3"]
-        values["draft_vocab_size"] = self.draft_vocab_size
-        values[_AUX] = list(self.eagle_aux_hidden_state_layer_ids)
-        values["norm_before_residual"] = self.norm_before_residual
-        for key in _VARIANTS:
-            if getattr(self, key):
-                values[key] = True
+        values = super().to_json() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": self.draft_vocab_size,
+            _AUX: list(self.eagle_aux_hidden_state_layer_ids),
+            "norm_before_residual": self.norm_before_residual,
+            **{key: True for key in _VARIANTS if getattr(self, key)},
+        }
         if self.own_embedding:
             values["embed_requires_grad"] = True
         if self.target_hidden_size != self.hidden_size:
@@ -88,7 +87,7 @@ class Eagle3Config(LayerConfig):
         vocab_size = values["vocab_size"]
         width = values.get("target_hidden_size") or hidden
         own_embedding = bool(values.get("embed_requires_grad"))
-        borrow(target).check_sizes(hidden_size=width, vocab_size=vocab_size)
+        borrow(target).check_sizes(values | {"hidden_size": width})
         if width != hidden and not own_embedding:
             sizes = f"'hidden_size' is {hidden} and the target's is {width}"
             raise InputError(

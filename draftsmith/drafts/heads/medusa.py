@@ -45,14 +45,14 @@ class HeadsConfig:
         are not the target's.
         """
         parts = borrow(target)
-        hidden_size = values.get("hidden_size") or parts.hidden_size
-        vocab_size = values.get("vocab_size") or parts.vocab_size
-        parts.check_sizes(hidden_size=hidden_size, vocab_size=vocab_size)
+        sizes = {
+            key: values.get(key) or getattr(parts, key) for key in ("hidden_size", "vocab_size")
+        }
+        parts.check_sizes(sizes)
         kind = "medusa" if "medusa_num_heads" in values else "hydra"
         return cls(
             kind=kind,
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
+            **sizes,
             num_heads=values[f"{kind}_num_heads"],
             num_layers=values.get(f"{kind}_num_layers", 1),
             own_projection=bool(values.get("hydra_own_projection")),

@@ -92,7 +92,7 @@ class MtpConfig(LayerConfig):
         else:
             layer = layer_of(target, values["family"])
         config = cls.read(layer, layer=layer, hidden_first=values["hidden_first"])
-        borrow(target).check_sizes(hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+        borrow(target).check_sizes(vars(config))
         family = config.layer["model_type"]
         known = text_config(target).model_type
         if family not in (known, *_FOR_ANY_TARGET):
