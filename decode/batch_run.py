@@ -283,7 +283,7 @@ class BatchRun:
             name, step, self._last_B1(), proposal, bound.inputs, u_BU, self.seen
         )
         finite_B: list[int] = []
-        walks: list[Walk] = []
+        walks = []
         depth = proposal.tree.depth
         # One transfer, so that a step waits only once.
         for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():

@@ -81,7 +81,7 @@ class FeatureForward:
 
 def _packed_parts(head: MedusaHeads | HydraHeads, packs: Packs) -> list[_Part] | None:
     """None without the kernel, for small heads in fp32, and where something hangs on a module."""
-    parts: list[_Part] = []
+    parts = []
     if worth_packing(head, packs) and not has_own_forward(head):
         maker = LayerMaker(packs, any_size=True, dtype=torch.float32)
         parts = [_part(head, number, maker) for number in range(head.config.num_heads)]
@@ -99,7 +99,7 @@ def _part(heads: MedusaHeads | HydraHeads, number: int, maker: LayerMaker) -> _P
         output = maker.fused(f"{number}.output", [outputs[number]])
         if heads.extra_bias_V is not None:
             output.bias_O = heads.extra_bias_V.float()
-    blocks: list[_Block] = []
+    blocks = []
     for index, block in enumerate(heads.blocks(number)):
         name = f"{number}.{index}"
         if isinstance(block, FirstBlock):

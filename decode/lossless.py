@@ -171,7 +171,7 @@ def check_lossless(verifier: str | Verifier, *, rows: int = 20_000) -> None:
     that does not fit its proposal.
     """
     rule = find_verifier(verifier)
-    lossy: list[str] = []
+    lossy = []
     trees = [CHAIN] if rule.chains_only else [CHAIN, BUSHY]
     for tree, drawing, kind in product(trees, rule.drawings, WORLDS):
         several = rule.several_drafts and drawing == "with_replacement"

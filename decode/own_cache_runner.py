@@ -91,7 +91,7 @@ class OwnCacheRunner(Runner):
         self.lengths = [len(prompt) for prompt in prompts]
         self.rows = [_Row(list(prompt)) for prompt in prompts]
         longest = max(self.lengths)
-        states: list[tuple[Tensor, ...]] = []
+        states = []
         for row in self.rows:
             length = len(row.text)
             _, hidden = self._nothing(hidden_layers)
@@ -127,8 +127,8 @@ class OwnCacheRunner(Runner):
         See `Runner.forward`.
         """
         queries = tokens_Bq.shape[1]
-        logits: list[Tensor] = []
-        states: list[tuple[Tensor, ...]] = []
+        logits = []
+        states = []
         for row, tokens in enumerate(tokens_Bq.tolist()):
             lead = 0 if self._fed else self._lead[row]
             present = self._present(row, tokens[lead:])
@@ -209,8 +209,8 @@ class OwnCacheRunner(Runner):
 
     def _one_by_one(self, row: _Row, begin: int, hidden_layers: Sequence[int]) -> Forwarded:
         """Read single tokens, each from a state to which the row can go back."""
-        logits: list[Tensor] = []
-        states: list[tuple[Tensor, ...]] = []
+        logits = []
+        states = []
         while row.read < len(row.text):
             row.marks.append(_Mark(_copy_of(row.cache), row.read))
             at = row.read

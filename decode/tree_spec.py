@@ -83,7 +83,7 @@ def kary(branching: Sequence[int]) -> Tree:
     """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a
     chain of two.
     """
-    parents: list[int] = []
+    parents = []
     level = [-1]
     for count in branching:
         first = len(parents)
@@ -310,7 +310,7 @@ def _rewritten(kind: str, body: str) -> str | None:
     if re.search("[a-z]", _WORD.sub("", body)):
         return None
     numbers: list[str] = []
-    options: list[str] = []
+    options = []
     for key, value, number in _WORD.findall(body):
         keys = _GROWING.get(kind, ("stop",))
         near = difflib.get_close_matches(_ALSO_KEYS.get(key, key), keys, n=1)

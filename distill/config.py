@@ -205,7 +205,7 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
 
     def mixture(self) -> list[MixturePart]:
         """Return the parts of `temperatures`."""
-        parts: list[MixturePart] = []
+        parts = []
         total = 0.0
         for part in self.temperatures:
             value, _, share = part.partition(":")

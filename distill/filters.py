@@ -76,7 +76,7 @@ def runs_of_words(row: JsonObject) -> Iterator[int]:
     Hashes are of the text before any chat template, whose words all prompts would share.
     """
     key = next(iter(given_keys(row)), "")
-    texts: list[str] = []
+    texts = []
     if key == "messages":
         for turn in row["messages"]:
             if isinstance(turn, dict) and turn.get("role") == "user":

@@ -187,7 +187,7 @@ class _RowError(NamedTuple):
 def _add_up(out: Path, parts: int) -> JsonObject:
     """Return the sums over all parts, as the manifest has them. Write `errors.jsonl`."""
     files: list[dict[str, str | int]] = []
-    digests: list[str] = []
+    digests = []
     reasons = {shortfall: Reasons() for shortfall in SHORTFALLS}
     ends = Counter(stop=0, length=0)
     tokens_from: Counter[str] = Counter()

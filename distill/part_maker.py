@@ -98,7 +98,7 @@ class _PartMaker:
         skipped = [each for each in read if isinstance(each, Skipped)]
         part = Part(index, digest, len(group), skipped, prompts)
         self._part_of |= dict.fromkeys(prompts, part)
-        first: list[AnswerRequest] = []
+        first = []
         count = self._job.config.num_samples
         for prompt in prompts.values():
             # The first turn is the same for all samples.

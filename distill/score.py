@@ -273,7 +273,7 @@ def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
         raise InputError(f"{directory}: its manifest.json is not that of a distilled set")
     manifest = read_manifest(directory)
     check_vocabulary(tokenizer, manifest.get("vocabulary", {}), str(directory))
-    parts: list[AnswerPart] = []
+    parts = []
     first = 1
     for part in manifest["parts"]:
         rows = partial(_set_rows, directory, part, first)

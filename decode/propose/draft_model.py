@@ -86,7 +86,7 @@ class DraftModelProposer(NetworkProposer):
         # Drafts with caches of their own are not recorded.
         backend = setup.compile if self._trees else False
         self.steps = steps_for(self.models, backend, self._fast, self.steps)
-        networks: list[_OneNetwork] = []
+        networks = []
         for index, model in enumerate(self.models):
             words = self._words[index]
             runner = make_runner(
@@ -175,7 +175,7 @@ class _OneNetwork(CachedNetwork):
             return list(tokens)
         # A token that is not shared can be many pieces, of which the last are read: whatever a
         # draft has read, its guesses are verified.
-        pieces: list[int] = []
+        pieces = []
         for token in tokens:
             pieces += self.words.translate([token])[-_MOST_PIECES:]
         return pieces

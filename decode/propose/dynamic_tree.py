@@ -96,7 +96,7 @@ class DynamicTreeSession(Session):
 
     def commit(self, outcome: Outcome) -> None:
         kept_BN = self._kept_BN.tolist()
-        expanded: list[list[int | None]] = []
+        expanded = []
         for row, forwarded in enumerate(self._expanded.tolist()):
             number_of = {candidate: number for number, candidate in enumerate(forwarded)}
             kept = kept_BN[row]

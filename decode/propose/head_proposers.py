@@ -119,7 +119,7 @@ def _first_rows(prompts: Sequence[Sequence[int]], features_BTH: Tensor) -> list[
     """Return the last token of each prompt with the state that it was chosen from; zeros if no
     token is before it.
     """
-    rows: list[_Pending] = []
+    rows = []
     for prompt, features_TH in zip(prompts, features_BTH, strict=True):
         feature_1H = features_TH[len(prompt) - 2 : len(prompt) - 1]
         if len(prompt) == 1:
@@ -216,7 +216,7 @@ class _HeadNetwork(Network):
             self.rows[row] = _Pending(tokens + new.tokens, features_nH)
 
     def _new(self, outcome: Outcome) -> list[_Pending]:
-        rows: list[_Pending] = []
+        rows = []
         for emitted, hidden in zip(outcome.tokens, outcome.hidden, strict=True):
             features_1nH = self.head.fuse([state.unsqueeze(0) for state in hidden])
             rows.append(_Pending(list(emitted), features_1nH[0]))

@@ -51,7 +51,7 @@ class LookaheadProposer(TextProposer):
         need.
         """
         levels = self.ngram - 1
-        parents: list[int] = []
+        parents = []
         above = -1
         for depth in range(1, max(self.window + levels - 2, levels) + 1):
             # Level l of the window holds depths l to l + window - 1.
@@ -159,7 +159,7 @@ class LookaheadSession(TextSession):
 
     def commit(self, outcome: Outcome) -> None:
         device = outcome.p_BMV.device
-        ends: list[list[int]] = []
+        ends = []
         for row, drafted in zip(self.rows, self.drafted, strict=True):
             ends.append([drafted.indices[end] for end in row.ends])
         ends_BW = torch.tensor(ends, device=device)

@@ -70,16 +70,16 @@ class DraftingPlan:
         def tensor(values: object) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
-        levels: list[Level] = []
+        levels = []
         batches = [TreeBatch.build(Tree(()), target_device)]
         nodes = [0]  # the expanded nodes of one depth
         forwarded = [0]  # and of all depths so far
         last = 0
         for draws in tree.widths:
-            counts: list[int] = []
-            kids: list[int] = []
-            parents: list[int] = []
-            uniforms: list[list[int]] = []
+            counts = []
+            kids = []
+            parents = []
+            uniforms = []
             for index, node in enumerate(nodes):
                 below = list(tree.children[node])
                 counts.append(len(below))
@@ -123,7 +123,7 @@ class DraftingPlan:
         tree_MM = self.batches[-1].sees_RMM[0].cpu()
         sees_TT = torch.ones(len(offsets), len(offsets), dtype=torch.bool)
         sees_TT[width:, width:] = tree_MM[nodes][:, nodes]
-        blocks: list[Block] = []
+        blocks = []
         end = width
         for level in self.levels[:-1]:
             begin = end
@@ -185,7 +185,7 @@ class StaticTreeSession(Session):
     def of_tensors(self, u_BN: Tensor | None) -> Proposal:
         """`propose` on tensors, so that its forwards can be recorded."""
         self._forwarded = 0
-        drafted: list[Grown] = []
+        drafted = []
         above: Expanded | None = None
         frontier: Frontier | None = None
         for depth, level in enumerate(self.plan.levels):
@@ -408,7 +408,7 @@ def most_probable(logits: Tensor, count: int, drafts: int = 1) -> Tensor:
         return largest(logits, 1).indices
     if drafts > 1:
         left = logits.unflatten(-2, (-1, drafts)).clone()
-        picks: list[Tensor] = []
+        picks = []
         for k in range(count):
             values, tokens = largest(left[..., k % drafts, :], 1)
             picks.append(tokens.masked_fill(values == -torch.inf, -1))

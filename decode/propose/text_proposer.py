@@ -101,7 +101,7 @@ class TextSession(Session):
             row.draft(trie)
             self.drafted.append(trie.flatten())
         size = max(len(drafted.tokens) for drafted in self.drafted)
-        rows: list[list[int]] = []
+        rows = []
         for drafted in self.drafted:
             missing = size - len(drafted.tokens)
             rows.append([-1, *drafted.tokens, *[-1] * missing])
@@ -167,8 +167,8 @@ class Trie:
     def flatten(self) -> FlatTrie:
         indices = [0] * len(self._below)
         queue = [0]
-        parents: list[int] = []
-        tokens: list[int] = []
+        parents = []
+        tokens = []
         for above, node in enumerate(queue):
             for token, child in self._below[node].items():
                 parents.append(above - 1)

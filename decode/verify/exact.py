@@ -67,12 +67,12 @@ def follow(proposal: Proposal, best_BM: list[list[int]]) -> list[Walk]:
     """
     tree = proposal.tree
     children_RMK, depths_RN = tree.on_host
-    walks: list[Walk] = []
+    walks = []
     for row, tokens_M in enumerate(proposal.tokens_BM.tolist()):
         best_M = best_BM[row]
         of = row if tree.rows > 1 else 0
         children_MK = children_RMK[of]
-        path: list[int] = []
+        path = []
         at = 0
         while True:
             offered = [kid for kid in children_MK[at] if kid and tokens_M[kid] >= 0]

@@ -202,7 +202,7 @@ def _shared(tree: TreeBatch) -> list[Visit]:
     depths = walk.depths_RM[0].tolist()
     groups = tree.groups_RM[0].tolist()
     inner = walk.inner_RM[0].tolist()
-    found: list[Visit] = []
+    found = []
     for event in walk.events_RS[0].tolist():
         node = abs(event)
         if node:

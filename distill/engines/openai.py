@@ -122,8 +122,8 @@ class OpenAIEngine(Engine):
         Warn about a server that does not answer, and try it again later. Raise InputError if none
         answers.
         """
-        lengths: list[int | None] = []
-        reasons: list[str] = []
+        lengths = []
+        reasons = []
         for server in self._servers:
             async with self._client(server) as client:
                 for attempt in range(1, ATTEMPTS + 1):

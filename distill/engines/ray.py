@@ -67,7 +67,7 @@ class Worker:
 
     def answer(self, requests: Sequence[AnswerRequest]) -> dict[Key, Answer | Failed]:
         """Answer a group; return the outcome of each request by its key."""
-        answers: dict[Key, Answer | Failed] = {}
+        answers = {}
         self._engine.run(
             iter([requests]), lambda request, answer: answers.update({request.key: answer})
         )

@@ -36,7 +36,7 @@ class VLLMEngine(Engine):
         require_single_process("distill --engine vllm --tensor_parallel_size N")
         target = RemoteTarget(config.target, tokenizer)
         self.sampling = sampling_of(config, target)
-        more: dict[str, Any] = {}
+        more = {}
         if config.states is not None:
             self.states = StateWriter(config)
             more = self.states.engine_options()

@@ -121,7 +121,7 @@ class Template:
     def _check_history(self, chat: Chat) -> None:
         """Refuse a chat whose calls, or thoughts without a text, the template does not write."""
         marked = []
-        marks: dict[str, str] = {}
+        marks = {}
         for number, turn in enumerate(chat.messages, 1):
             mark = f"mark_{number}_"
             if turn.get("tool_calls"):

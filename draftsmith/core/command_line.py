@@ -114,7 +114,7 @@ def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
     Otherwise argparse takes a value that begins with a dash for an option.
     """
     known = {"-h"} | {f"--{key}" for key in (*_COMMON, *table)}
-    words: list[str] = []
+    words = []
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         is_value = underscored(word).partition("=")[0] not in known
@@ -204,7 +204,7 @@ def parser(
         allow_abbrev=False,
     )
     table = sorted(options_of(cls), key=lambda option: not option.required)
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    groups = {}
     for option in table:
         section = option.section if everything else "Options that most people set"
         if option.required:

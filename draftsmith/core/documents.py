@@ -30,7 +30,7 @@ def read_documents(source: str, tokenizer: Tokenizer) -> list[list[int]]:
     `prompt_ids` and `response_ids`, which are taken as they are.
     """
     path = Path(source)
-    documents: list[list[int]] = []
+    documents = []
     if path.suffix == ".txt" and path.is_file():
         text = path.read_text(encoding="utf-8", errors="replace")
         documents.append(encode_text(tokenizer, text) if text.strip() else [])

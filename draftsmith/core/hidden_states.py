@@ -89,7 +89,7 @@ def layout_of(model: PreTrainedModel) -> StateLayout:
         # there it returns that state.
         found = [end.module for end in ends if _same(end.returned, states[-2])]
         found += [end.module for end in ends if _same(end.read, states[-2])]
-        readers: dict[int, nn.Module] = {}
+        readers = {}
         once = [call for call in calls.values() if call.count == 1]
         for number, state in enumerate(states[:-1]):
             reading = [call.module for call in once if _same(call.read, state)]

@@ -297,7 +297,7 @@ def parse_named(option: str, values: Sequence[str]) -> dict[str, str]:
 
     Raise InputError for a name that cannot be, or that comes twice.
     """
-    named: dict[str, str] = {}
+    named = {}
     for value in values:
         name, equals, source = value.partition("=")
         if not equals or "/" in name:

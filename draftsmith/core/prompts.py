@@ -259,8 +259,8 @@ def read_prompts(
     read. Raise InputError if no row is usable.
     """
     reader = PromptReader(source, tokenizer, domain, prompt_tokens, max_tokens)
-    prompts: list[Prompt] = []
-    skipped: list[Skipped] = []
+    prompts = []
+    skipped = []
     first_rows: dict[str, int] = {}
     repeats: Counter[str] = Counter()
     rows = 0

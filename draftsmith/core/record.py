@@ -30,7 +30,7 @@ def train_longer(draft: str) -> str:
     if record["kind"] == "draft-lm":
         # Its vocabulary is a part of it.
         replaced.add("--draft_vocab_size")
-    words: list[str] = []
+    words = []
     left_out = False
     for word in command:
         key, equals, _ = word.partition("=")

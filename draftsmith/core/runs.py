@@ -199,7 +199,7 @@ def _whole_lines(path: Path) -> tuple[list[bytes], list[Any]]:
     """Return the lines of a journal up to a damaged one, and their values."""
     data = path.read_bytes() if path.exists() else b""
     lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-    rows: list[Any] = []
+    rows = []
     for number, line in enumerate(lines, 1):
         try:
             rows.append(parse_line(line))

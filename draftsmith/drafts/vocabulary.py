@@ -47,8 +47,8 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
     byte_level = '"ByteLevel"' in json.dumps(backend_of(tokenizer).get("decoder"))
     letters = {letter: byte for byte, letter in bytes_to_unicode().items()} if byte_level else None
     added = tokenizer.added_tokens_decoder
-    texts: dict[int, bytes] = {}
-    fallback: dict[int, bytes] = {}
+    texts = {}
+    fallback = {}
     for token, token_id in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if token_id in added:
             # Written as it stands: runs of spaces (GPT-NeoX, Phi), or marks that are shown
@@ -66,7 +66,7 @@ def token_texts(tokenizer: Tokenizer) -> dict[int, bytes]:
 
 def pieces(text: bytes, known: Mapping[bytes, int], longest: int) -> list[int] | None:
     """Token ids whose texts join to `text`, longest match first; None if a byte is in no token."""
-    ids: list[int] = []
+    ids = []
     while text:
         size = next(
             (size for size in range(min(longest, len(text)), 0, -1) if text[:size] in known), 0

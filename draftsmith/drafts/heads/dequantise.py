@@ -35,7 +35,7 @@ def dequantised(file: Path, tensors: Mapping[str, Tensor], config: JsonObject) -
     blocks: Sequence[int] = quantization.get("weight_block_size") or (_BLOCK, _BLOCK)
     coded = {name for name, tensor in tensors.items() if _is_coded(name, tensor)}
     beside = {name + ending for name in coded for ending in (*_SCALES, _ZERO_POINT)}
-    own: dict[str, Tensor] = {}
+    own = {}
     for name, tensor in tensors.items():
         if name in beside or name.endswith(_UNUSED):
             continue

@@ -262,7 +262,7 @@ def _tensor_files(directory: Path) -> list[Path]:
     """The files that hold a directory's tensors: safetensors if there are any, else pickles."""
     if safetensors := sorted(directory.glob("*.safetensors")):
         return safetensors
-    pickles: list[Path] = []
+    pickles = []
     for ending in ("*.bin", "*.pt", "*.pth"):
         pickles += sorted(directory.glob(ending))
     return [file for file in pickles if not file.name.startswith(_NOT_WEIGHTS)]

@@ -175,7 +175,7 @@ def _named(source: Source, config: PretrainedConfig, *, paired: bool) -> dict[st
     heads = {"attn_q.": config.num_attention_heads, "attn_k.": config.num_key_value_heads}
     # Qwen 3's names include those of the other families.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
-    named: dict[str, Tensor] = {}
+    named = {}
     for name, tensor in _tensors(source.draft, config).items():
         common = name.replace("midlayer.", "layers.0.")
         theirs = _OF_HEADS.get(name) or names.get_name(common, try_suffixes=(".weight", ".bias"))
@@ -200,7 +200,7 @@ def _read_back(file: Path, written: dict[str, Tensor]) -> int:
     import gguf
 
     types = gguf.GGMLQuantizationType
-    read: dict[str, Tensor] = {}
+    read = {}
     for stored in gguf.GGUFReader(file).tensors:
         values = stored.data
         if stored.tensor_type not in (types.I32, types.I64):

@@ -152,7 +152,7 @@ class Layout(Functions):
             "markov": sizes["R"],
             "confidence": config.get("enable_confidence_head"),
         }
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = {}
         for name, rule in self.shapes.items():
             letters, _, condition = rule.partition(" if ")
             if not conditions[condition]:
@@ -208,7 +208,7 @@ def renamed(tensors: Mapping[str, T], names: Mapping[str, str], prefix: str = ""
     """
     matches = {key: _match(key.removeprefix(prefix), names) for key in tensors}
     blocks = 1 + max((int(fields.get("j", 0)) for _, fields in matches.values()), default=0)
-    result: dict[str, T] = {}
+    result = {}
     for key, (new, fields) in matches.items():
         result[new.format(**{"j": str(blocks)} | fields)] = tensors[key]
     return result

@@ -107,7 +107,7 @@ def _read_native(files: HeadFiles) -> None:
     found = find_layers(files.tensors)
     assert found is not None
     ours = {f"{theirs}.weight": f"{name}.weight" for name, theirs in found.layer.names.items()}
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for name in found.first(files.tensors):
         tensor = files.tensors[name]
         rest = name.removeprefix(found.start)

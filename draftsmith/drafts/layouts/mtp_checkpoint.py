@@ -85,7 +85,7 @@ def _named(head: MtpHead, layer: NativeLayer, layers: int, dtype: torch.dtype) -
         # Published checkpoints hold both, and vLLM reads them from here.
         tensors["embed_tokens.weight"] = head.borrowed.embedding_weight
         tensors["lm_head.weight"] = head.borrowed.projection.weight_VH.detach()
-    named: dict[str, Tensor] = {}
+    named = {}
     for name, tensor in tensors.items():
         theirs = layer.names.get(name.removesuffix(".weight"))
         whole = f"{theirs}.weight" if theirs else layer.block + name.removeprefix("layers.0.")

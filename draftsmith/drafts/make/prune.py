@@ -107,7 +107,7 @@ def _thinner(
     layer: nn.Module, weights: dict[str, Tensor], neurons_F: Tensor, family: Family
 ) -> dict[str, Tensor]:
     """The weights of a layer's feed-forward part with these neurons only."""
-    cut: dict[str, Tensor] = {}
+    cut = {}
     for name in (*family.up, family.down):
         into_neurons = name != family.down
         # GPT-2's Conv1D keeps its weight the other way round.
