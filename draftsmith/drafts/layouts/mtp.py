@@ -4,8 +4,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from draftsmith.core.io import JsonObject
 from draftsmith.drafts.layouts.layout import Functions, HeadFiles, Names
 from draftsmith.drafts.tables import read_table
