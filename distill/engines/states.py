@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -20,14 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.core.errors import InputError, RunError, first_line
-from draftsmith.core.io import make_dir
+from draftsmith.core.io import JsonObject, make_dir
 from draftsmith.core.ranks import say
 from draftsmith.core.shapes import read_config
 from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
 
-CONNECTOR: dict[str, Any] = {"kv_connector": "ExampleHiddenStatesConnector"}
+CONNECTOR: JsonObject = {"kv_connector": "ExampleHiddenStatesConnector"}
 # What a request says, so that the states of the answer are written too.
 WITH_ANSWER = {"include_output_tokens": True}
 # Rows after which cost is said.
@@ -78,7 +78,7 @@ class StateWriter:
         self._began = time.monotonic()
         self._rows = self._tokens = self._bytes = 0
 
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self) -> JsonObject:
         """What vLLM needs to write states."""
         drafting = {
             "method": "extract_hidden_states",

@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
@@ -241,7 +241,7 @@ def parser(
     return arguments
 
 
-def _words_of(option: Option) -> dict[str, Any]:
+def _words_of(option: Option) -> JsonObject:
     """How many words the option takes, for `add_argument`."""
     if option.many:
         return {"nargs": "+", "action": "extend"}

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from accelerate import infer_auto_device_map
@@ -25,7 +24,7 @@ from draftsmith.core.divided_target import is_divided
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_json
 from draftsmith.core.ranks import launched, say
-from draftsmith.core.shapes import read_config, without_values
+from draftsmith.core.shapes import Loading, read_config, without_values
 
 # A device has a number if it is a GPU, else it is "cpu" or "disk".
 DeviceMap = dict[str, int | str]
@@ -36,9 +35,7 @@ _USED = 0.9
 logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)
 
 
-def spread(
-    name: str, written: Written, device: torch.device, options: dict[str, Any]
-) -> dict[str, Any]:
+def spread(name: str, written: Written, device: torch.device, options: Loading) -> Loading:
     """Return what `from_pretrained` is given to spread the target `name`, beside `options`."""
     if launched() > 1:
         raise InputError(

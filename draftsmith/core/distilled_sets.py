@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -20,7 +19,7 @@ def set_file(directory: Path, part: JsonObject) -> Path:
     return path
 
 
-def set_rows(directory: str | Path, columns: list[str] | None = None) -> Iterator[dict[str, Any]]:
+def set_rows(directory: str | Path, columns: list[str] | None = None) -> Iterator[JsonObject]:
     """Yield the rows of a set, one part in memory; InputError as `set_file`."""
     directory = Path(directory)
     for part in read_manifest(directory)["parts"]:

@@ -14,7 +14,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.ranks import launched
-from draftsmith.core.shapes import read_config, without_values
+from draftsmith.core.shapes import Loading, read_config, without_values
 
 _INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"
 
@@ -28,7 +28,7 @@ class _Groups(DistributedConfig):
         return 1
 
 
-def divided(name: str, count: int, options: dict[str, Any]) -> DistributedConfig:
+def divided(name: str, count: int, options: Loading) -> DistributedConfig:
     """Return how `from_pretrained` divides the target `name` over `count` processes; options: what
     it is given beside. Raise InputError if it cannot be divided.
     """

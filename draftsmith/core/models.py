@@ -28,7 +28,7 @@ from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.ranks import from_each
 from draftsmith.core.record import check_weights
 from draftsmith.core.settings import Quantize as Quantize, dtype_called
-from draftsmith.core.shapes import read_config
+from draftsmith.core.shapes import Loading, read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
 
@@ -77,7 +77,7 @@ def load_model(
     target_device = resolve_device(device)
     if quantize not in (None, *get_args(Quantize)):
         raise InputError(f"quantize: expected none or nf4, got {quantize!r}")
-    options: dict[str, Any] = {
+    options: Loading = {
         "dtype": weights_dtype(dtype, target_device),
         "trust_remote_code": trust_remote_code,
         "revision": revision or "main",
@@ -121,7 +121,7 @@ def load_model(
     return cast(PreTrainedModel, model)
 
 
-def _in_four_bits(dtype: torch.dtype | str, device: torch.device) -> dict[str, Any]:
+def _in_four_bits(dtype: torch.dtype | str, device: torch.device) -> Loading:
     require_package("bitsandbytes", "--quantize nf4", "use --quantize none")
     if dtype == "auto":
         dtype = torch.bfloat16
@@ -150,7 +150,7 @@ def _check_values(name: str, model: Any) -> None:
     _check_logits(name, model)
 
 
-def _leave_out_layers(name: str, options: dict[str, Any]) -> int:
+def _leave_out_layers(name: str, options: Loading) -> int:
     """Add a configuration with no layers to the options; return how many the model has."""
     config = read_config(name, **options)
     text = config.get_text_config(decoder=True)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 from draftsmith.core.errors import InputError, warn_once
-from draftsmith.core.io import read_words
+from draftsmith.core.io import JsonObject, read_words
 
 MIN_TEMPERATURE = 1e-5
 # Options of a distribution, which a target's generation config may have too.
@@ -106,13 +106,13 @@ Quantize = Literal["none", "nf4"]
 LARGE = ("target_parallel", "target_device_map")
 
 
-def loading(config: object) -> dict[str, Any]:
+def loading(config: object) -> JsonObject:
     """Return the options that `load_model` and `load_models` take for a command's target."""
     keys = ("device", "dtype", "trust_remote_code", "revision", *LARGE)
     return {key: getattr(config, key) for key in keys if hasattr(config, key)}
 
 
-def tokenizing(config: object) -> dict[str, Any]:
+def tokenizing(config: object) -> JsonObject:
     """Return the options that `load_tokenizer` takes for a command's target."""
     return {key: getattr(config, key) for key in ("trust_remote_code", "chat_template", "revision")}
 
@@ -140,7 +140,7 @@ class ResolvedSampling:
         return f"{', '.join(values)} from the target's generation_config.json"
 
 
-def sampling_options(config: object) -> dict[str, Any]:
+def sampling_options(config: object) -> JsonObject:
     """Return what a command was given for `resolve_sampling`. Distilling takes no penalties."""
     return {key: getattr(config, key) for key in (*_SAMPLING, *PENALTIES) if hasattr(config, key)}
 

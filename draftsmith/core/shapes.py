@@ -1,7 +1,12 @@
 """A model without its weights: its configuration, and its modules on the meta device."""
 
+from typing import Any, TypeAlias
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+# What a model is loaded with: the arguments of `from_pretrained`, by name.
+Loading: TypeAlias = dict[str, Any]
 
 
 def read_config(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftsmith.core.errors import InputError, one_line, require_package
 from draftsmith.core.io import JsonObject, hash_json
@@ -66,7 +66,7 @@ def without_prompts() -> Iterator[None]:
 
 def run_options(
     directory: Path, *, out: Path, identity: JsonObject, beside: JsonObject, job_type: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Return the arguments of `wandb.init` beside the project. The same directory and identity
     continue their run, whatever is shown `beside` it.
     """
