@@ -243,17 +243,8 @@ class KernelForward:
         states. rotary: the table `[N, 2E]` by kind of layer. IndexError for a token outside the
         vocabulary, and for a position beyond the learned ones or the rotary table.
         """
+        self._check(tokens_Bq, positions_Rq, place)
         batch, queries = tokens_Bq.shape
-        slots = place.keys_LBHCE.shape[3]
-        end = place.column + queries
-        if end > slots:
-            raise InputError(f"cache: {end} slots are needed, and there are {slots}")
-        cached = (len(self.layers), batch, self._model.groups, slots, self._model.size)
-        positions = min(len(positions_Rq), batch)
-        expect("tokens_Bq", tokens_Bq, (batch, queries), torch.long)
-        expect("positions_Rq", positions_Rq, (positions, queries), torch.long)
-        expect("keys_LBHCE", place.keys_LBHCE, cached, torch.float32)
-        expect("values_LBHCE", place.values_LBHCE, cached, torch.float32)
         wanted = sorted(set(numbers))
         every = range(len(self.layers) + 2)
         flags = bytes(number in wanted for number in every)
@@ -283,7 +274,8 @@ class KernelForward:
             shared.rotary = rotary[kind].data_ptr()
             shared.rotary_count = len(rotary[kind])
             if mask is not None:
-                expect("mask", mask, (min(len(mask), batch), 1, queries, end), torch.float32)
+                seen = (min(len(mask), batch), 1, queries, place.column + queries)
+                expect("mask", mask, seen, torch.float32)
                 shared.batch_stride = mask.stride(0) if len(mask) > 1 else 0
                 shared.query_stride = mask.stride(2)
         step.states = states.data_ptr()
@@ -302,6 +294,20 @@ class KernelForward:
             )
         by_number = dict(zip(wanted, states.to(state_dtype).unbind(), strict=True))
         return logits_BqV, [by_number[number] for number in numbers]
+
+    def _check(self, tokens_Bq: Tensor, positions_Rq: Tensor, place: CachePlace) -> None:
+        """Raise InputError for tensors of other shapes than the kernel reads."""
+        batch, queries = tokens_Bq.shape
+        slots = place.keys_LBHCE.shape[3]
+        end = place.column + queries
+        if end > slots:
+            raise InputError(f"cache: {end} slots are needed, and there are {slots}")
+        cached = (len(self.layers), batch, self._model.groups, slots, self._model.size)
+        positions = min(len(positions_Rq), batch)
+        expect("tokens_Bq", tokens_Bq, (batch, queries), torch.long)
+        expect("positions_Rq", positions_Rq, (positions, queries), torch.long)
+        expect("keys_LBHCE", place.keys_LBHCE, cached, torch.float32)
+        expect("values_LBHCE", place.values_LBHCE, cached, torch.float32)
 
 
 def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:

@@ -128,11 +128,6 @@ class Block:
         return view.clone(memory_format=torch.contiguous_format)
 
 
-def _features(features_BTH: Tensor | None) -> dict[str, Any]:
-    """The argument that a head wrapped as a model takes, and a language model does not."""
-    return {} if features_BTH is None else {"features_BTH": features_BTH}
-
-
 @dataclass(frozen=True)
 class BlockForward:
     """The forward of one block as a function of tensors, for `Runner.call`.
@@ -238,16 +233,12 @@ class Runner:
         self.cache.column = begin
         positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
         # The logits are not used: the last prompt token is forwarded in the first step.
-        if self._lean is None:
-            nothing: dict[str, Tensor | None] = {"": None}
-            _, hidden = self._run(
-                tokens_BT, positions_1T, 0, nothing, self.cache, 1, hidden_layers, features_BTH
-            )
-            return hidden
-        masks = {
-            kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()
-        }
-        _, hidden = self._lean.run(
+        masks: dict[str, Tensor | None] = {"": None}
+        if self._lean is not None:
+            masks = {
+                kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()
+            }
+        _, hidden = self._run(
             tokens_BT,
             positions_1T,
             end - 1,
@@ -255,8 +246,8 @@ class Runner:
             self.cache,
             1,
             hidden_layers,
+            features_BTH,
             prefill=True,
-            **_features(features_BTH),
         )
         return hidden
 
@@ -329,13 +320,7 @@ class Runner:
         def run(
             tokens_Bq: Tensor, _: tuple[Tensor, ...], features_BqH: Tensor | None = None
         ) -> Forwarded:
-            return self.forward(
-                tokens_Bq,
-                block,
-                keep_logits,
-                hidden_layers=hidden_layers,
-                features_BqH=features_BqH,
-            )
+            return self.forward(tokens_Bq, block, keep_logits, hidden_layers, features_BqH)
 
         return BlockForward(run)
 
@@ -398,14 +383,26 @@ class Runner:
         keep_logits: int,
         hidden_layers: Sequence[int],
         features_BqH: Tensor | None,
+        prefill: bool = False,
     ) -> Forwarded:
         """The lean forward, else the model's own. top: the highest position. masks: by kind of
-        layer.
+        layer. prefill: the logits are not used.
         """
-        options = _features(features_BqH)
+        options: dict[str, Any] = {}
+        if features_BqH is not None:
+            # What a head wrapped as a model takes, and a language model does not.
+            options["features_BTH"] = features_BqH
         if self._lean is not None:
             return self._lean.run(
-                tokens_Bq, positions_Bq, top, masks, cache, keep_logits, hidden_layers, **options
+                tokens_Bq,
+                positions_Bq,
+                top,
+                masks,
+                cache,
+                keep_logits,
+                hidden_layers,
+                prefill=prefill,
+                **options,
             )
         if self._trims_logits:
             options["logits_to_keep"] = keep_logits

@@ -3,6 +3,7 @@ features.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,13 +100,8 @@ def load_models(
     they draft the tokens that both have. Raises InputError for what does not fit: a draft of
     another vocabulary, a head made for another target.
     """
-    if not isinstance(drafts, Mapping):
-        sources = [drafts] if isinstance(drafts, str) else drafts
-        counts = [sources[:i].count(source) for i, source in enumerate(sources)]
-        drafts = {
-            f"{name}#{n + 1}" if n else name: name for name, n in zip(sources, counts, strict=True)
-        }
-    for source in drafts.values():  # before a large target is loaded
+    named = _by_name(drafts)
+    for source in named.values():  # before a large target is loaded
         if source != NATIVE:
             check_source(source.removeprefix(f"{NATIVE}:"))
     if not isinstance(tokenizer, Tokenizer | None):
@@ -124,7 +120,7 @@ def load_models(
     )
     check_tokenizer(target, model, tokenizer)
     loaded: dict[str, Draft] = {}
-    for name, source in drafts.items():
+    for name, source in named.items():
         draft = load_draft(
             source,
             model,
@@ -134,19 +130,30 @@ def load_models(
             quantize=quantize_draft or quantize,
         )
         loaded[name] = draft
-        if not isinstance(draft, PreTrainedModel):
-            continue
-        mapping = check_tokens_agree(
-            source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
-        )
-        if mapping is not None:
-            attach(draft, mapping)
-            shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
-            log.warning(
-                "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
+        if isinstance(draft, PreTrainedModel):
+            mapping = check_tokens_agree(
+                source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
             )
-        _remark_size(source, draft, target, model)
+            if mapping is not None:
+                attach(draft, mapping)
+                shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
+                log.warning(
+                    "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
+                )
+            _remark_size(source, draft, target, model)
     return LoadedModels(target, model, tokenizer, loaded)
+
+
+def _by_name(drafts: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:
+    """Sources of drafts by name; a second one of the same source is `SOURCE#2`."""
+    if isinstance(drafts, Mapping):
+        return drafts
+    named: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for source in [drafts] if isinstance(drafts, str) else drafts:
+        counts[source] += 1
+        named[source if counts[source] == 1 else f"{source}#{counts[source]}"] = source
+    return named
 
 
 def _remark_size(
