@@ -214,10 +214,9 @@ class SpeculativeDecoder:
                 return
             with self._products():
                 if joining:
-                    prompts = [prompt for _, prompt, _ in joining]
-                    generators = [generator for _, _, generator in joining]
+                    new, prompts, generators = zip(*joining, strict=True)
                     self.check(prompts, max_new_tokens)
-                    keys |= {index: key for index, (key, _, _) in enumerate(joining, count)}
+                    keys |= dict(enumerate(new, count))
                     runner = run.runner.fresh() if run is not None else self._new_runner()
                     if not live:
                         run = None  # frees its cache before another is made

@@ -191,6 +191,11 @@ class LeanForward:
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
         tied = head._parameters["weight"] is self.embedding._parameters["weight"]
         table = self._embedding_table(tied) if packed and known else None
+        places_ND = None
+        if family.places is not None:
+            places = getattr(body, family.places)
+            learned_ND = places.weight[places.offset :].detach()
+            places_ND = learned_ND.to(self.dtype).contiguous()
         self.kernel: KernelForward | None = None
         if functions is not None and table is not None:
             self.kernel = KernelForward(
@@ -200,15 +205,8 @@ class LeanForward:
                 norm=self.norm,
                 head=self.head,
                 embedding=table,
-                places_ND=self._learned_positions(body, family),
+                places_ND=places_ND,
             )
-
-    def _learned_positions(self, body: nn.Module, family: Family) -> Tensor | None:
-        if family.places is None:
-            return None
-        places = getattr(body, family.places)
-        weight_ND: Tensor = places.weight[places.offset :]
-        return weight_ND.detach().to(self.dtype).contiguous()
 
     def _embedding_table(self, tied: bool) -> PackedMatrix | Tensor | None:
         """Return the embedding as the kernel reads it, packed or in fp32."""
@@ -216,8 +214,7 @@ class LeanForward:
         if isinstance(embedding, PackedEmbedding):
             return embedding.place.matrix if embedding.place.whole else None
         if self.dtype == self._state_dtype:
-            weight: Tensor = embedding.weight
-            return weight.contiguous()
+            return embedding.weight.contiguous()
         if tied:
             return self.head.matrix
         assert self._packs is not None

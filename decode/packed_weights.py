@@ -208,7 +208,8 @@ class Packs:
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
         holders = [self._holders(linear) for linear in linears]
-        replaces = self.owned and all(map(_replaceable, holders))
+        kinds = [map(_packed_kind, modules) for modules in holders]
+        replaces = self.owned and all(holders) and all(map(all, kinds))
         stamp = [] if replaces else _stamp(weights)
         known_stamp, known = self._beside.get(name, (None, None))
         if known_stamp == stamp:
@@ -274,10 +275,6 @@ class Packs:
     def nbytes(self) -> int:
         """Bytes of the packed weights beside the model's own."""
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
-
-
-def _replaceable(holders: Sequence[nn.Module]) -> bool:
-    return bool(holders) and all(map(_packed_kind, holders))
 
 
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:

@@ -13,40 +13,37 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.filters import WORDS, Suites
 
 
+@dataclass(frozen=True)
 class StoredPrompts:
     """The rows of a file, a hub dataset or free texts, up to `max_prompts`."""
 
-    def __init__(
-        self, config: DistillConfig, source: str, reader: PromptReader, suites: Suites | None
-    ) -> None:
-        self._source = source
-        self._limit = config.max_prompts
-        self._strict = config.strict
-        self._reader = reader
-        self._suites = suites
+    config: DistillConfig
+    source: str
+    reader: PromptReader
+    suites: Suites | None
 
     @property
     def name(self) -> str:
-        return self._reader.source
+        return self.reader.source
 
     def count(self) -> int | None:
         """Number of rows, None if it is unknown."""
-        rows = count_rows(self._source)
-        return rows if rows is None else min(rows, self._limit or rows)
+        rows = count_rows(self.source)
+        return rows if rows is None else min(rows, self.config.max_prompts or rows)
 
     def records(self) -> Iterator[Record]:
-        return islice(iterate_records(self._source), self._limit)
+        return islice(iterate_records(self.source), self.config.max_prompts)
 
     def read(self, record: Record) -> Prompt | Skipped:
         """Skip a row that shares words with a suite and, unless `strict`, one that is broken."""
-        if self._strict:
+        if self.config.strict:
             with at(f"{self.name}:{record.number}"):
-                prompt = self._reader.read(record)
+                prompt = self.reader.read(record)
         else:
-            prompt = self._reader.read_or_skip(record)
-        if self._suites is None or isinstance(prompt, Skipped):
+            prompt = self.reader.read_or_skip(record)
+        if self.suites is None or isinstance(prompt, Skipped):
             return prompt
-        suite = self._suites.shared_with(parse_record(record))
+        suite = self.suites.shared_with(parse_record(record))
         if suite is None:
             return prompt
         return Skipped(

@@ -4,7 +4,7 @@ without generating.
 Legend: P prompt tokens, R response tokens, C positions of a chunk, V vocabulary, K kept tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -129,7 +129,7 @@ class AnswerPart:
     """
 
     digest: str
-    read: Callable[[], list[NumberedRow | Skipped]]
+    read: Callable[[], Iterable[NumberedRow | Skipped]]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _score_parts(answers: Answers, config: ScoreConfig, model: PreTrainedModel) 
                 continue
             finished = prompts_of_finished(out, index, part.digest, config.score)
             if finished is None:
-                rows = part.read()
+                rows = list(part.read())
                 finished = len(rows)
                 summary = PartSummary(
                     read=finished,
@@ -257,14 +257,12 @@ def _why_not_scored(row: SetRow, model: PreTrainedModel) -> str:
     return ""
 
 
-def _set_rows(directory: Path, part: JsonObject, first: int) -> list[NumberedRow | Skipped]:
+def _set_rows(directory: Path, part: JsonObject, first: int) -> Iterator[NumberedRow]:
     """Read a part of a distilled set. first: number of its first row."""
-    rows: list[NumberedRow | Skipped] = []
     stored_rows = pq.read_table(set_file(directory, part)).to_pylist()
     for number, stored in enumerate(stored_rows, first):
         row = {name: stored.get(name) for name in SCHEMA.names}
-        rows.append(NumberedRow(number, [cast(SetRow, row)]))
-    return rows
+        yield NumberedRow(number, [cast(SetRow, row)])
 
 
 def _of_set(directory: Path, tokenizer: Tokenizer) -> Answers:
@@ -291,7 +289,8 @@ def _of_file(
     def parts() -> Iterator[AnswerPart]:
         records = iterate_records(config.score)
         while group := list(islice(records, config.part_rows)):
-            yield AnswerPart(digest_of(group), partial(_file_rows, group, tokenizer, ends))
+            read = partial(map, partial(_row, tokenizer=tokenizer, ends=ends), group)
+            yield AnswerPart(digest_of(group), read)
 
     name = without_secrets(config.score)
     # What is known of answers that `distill` made is unknown here.
@@ -300,12 +299,6 @@ def _of_file(
     return Answers(
         {"file": name}, count_rows(config.score), dict.fromkeys(unknown) | known, parts(), date
     )
-
-
-def _file_rows(
-    records: list[Record], tokenizer: Tokenizer, ends: Sequence[int]
-) -> list[NumberedRow | Skipped]:
-    return [_row(record, tokenizer, ends) for record in records]
 
 
 def _row(record: Record, tokenizer: Tokenizer, ends: Sequence[int]) -> NumberedRow | Skipped:

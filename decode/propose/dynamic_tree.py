@@ -10,6 +10,7 @@ its probability at temperature 1.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,16 +25,14 @@ from draftsmith.decode.tree import DynamicTree
 from draftsmith.decode.tree_batch import grow_batch
 
 
+@dataclass(eq=False)
 class DynamicTreeSession(Session):
     """A network growing a tree for each row of one `generate` call."""
 
-    def __init__(
-        self, network: Network, tree: DynamicTree, sampling: Sampling, device: torch.device
-    ) -> None:
-        self.network = network
-        self.tree = tree
-        self.sampling = sampling
-        self.device = device
+    network: Network
+    tree: DynamicTree
+    sampling: Sampling
+    device: torch.device
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
         self._finite = torch.ones((), dtype=torch.bool, device=self.device)

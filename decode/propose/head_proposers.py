@@ -312,8 +312,12 @@ class _BlockNetwork(_EagleNetwork):
             ("forward", bound.name), bound.run, tokens_BT, bound.inputs, self._features()
         )
         self.depth = 0
-        self.states_BDH = states_BSH[:, : self.deepest]
-        self.raw_BDV = self._raw_logits()
+        self.states_BDH = states_BDH = states_BSH[:, : self.deepest]
+        if self.draft_rows is None:
+            self.raw_BDV = self.head.raw_logits(states_BDH)
+        else:
+            raw_XV = self.draft_rows(states_BDH.flatten(0, 1).float())
+            self.raw_BDV = raw_XV.unflatten(0, states_BDH.shape[:2]).to(states_BDH.dtype)
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
 
@@ -330,13 +334,6 @@ class _BlockNetwork(_EagleNetwork):
             linear.bias = nn.Parameter(self.head.bias_D, requires_grad=False)
         matrix = packs.matrix("rows_DH", [linear])
         return None if matrix is None else FusedLinear([linear], matrix, torch.float32)
-
-    def _raw_logits(self) -> Tensor:
-        states_BDH = self.states_BDH
-        if self.draft_rows is None:
-            return self.head.raw_logits(states_BDH)
-        raw_XV = self.draft_rows(states_BDH.flatten(0, 1).float())
-        return raw_XV.unflatten(0, states_BDH.shape[:2]).to(states_BDH.dtype)
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1

@@ -110,10 +110,6 @@ class CachedNetwork(Network):
 
     runner: Runner
 
-    @abstractmethod
-    def forward(self, frontier: Frontier | None) -> NetworkForward:
-        """The forward of `open` (None) or `extend`."""
-
     def open(self) -> Tensor:
         return self.forward(None).logits()
 

@@ -47,20 +47,20 @@ LOCAL = "local"  # Ray's name for a cluster that it starts for this process
 _FACTS = ("identity", "sampling", "max_prompt_tokens")
 
 
+@dataclass
 class Worker:
     """An `hf` engine in its own process. The first call loads it, so that its errors reach the
     caller.
     """
 
-    def __init__(self, config: DistillConfig, tokenizer: Tokenizer) -> None:
-        self._config = config
-        self._tokenizer = tokenizer
+    config: DistillConfig
+    tokenizer: Tokenizer
 
     @cached_property
     def _engine(self) -> Engine:
         from draftsmith.distill.engines.hf import HFEngine
 
-        return HFEngine(self._config, self._tokenizer)
+        return HFEngine(self.config, self.tokenizer)
 
     def facts(self) -> dict[str, object]:
         return {name: getattr(self._engine, name) for name in _FACTS}

@@ -243,7 +243,10 @@ class StoredStates(StateFiles):
             lacking += bool(missing)
             if missing and not first:
                 layers = ", ".join("last" if layer == -1 else str(layer) for layer in missing)
-                kept = ", ".join(map(str, self._kept_of(ids)))
+                every = [*range(layout_of(self._target).count), RAW_LAST]
+                kept = ", ".join(
+                    str(name) for name in every if self.key(ids, name) in self._file_of
+                )
                 first = f"row {count} lacks {layers} and has {kept or 'none'}"
         if lacking:
             raise InputError(
@@ -263,10 +266,6 @@ class StoredStates(StateFiles):
                 return True
         return False
 
-    def _kept_of(self, ids: Sequence[int]) -> list[int | str]:
-        names = [*range(layout_of(self._target).count), RAW_LAST]
-        return [name for name in names if self.key(ids, name) in self._file_of]
-
     @torch.no_grad()
     def get(self, ids: Sequence[int]) -> Tensor:
         """The states `[L, T, H]` of a row that `require` has found."""
@@ -276,15 +275,12 @@ class StoredStates(StateFiles):
             if state_TH is None and layer == -1:
                 raw_TH = self._state(self.key(ids, RAW_LAST))
                 assert raw_TH is not None
-                state_TH = self._normed(raw_TH)
+                device = self._target.device
+                with torch.autocast(device.type, enabled=False):
+                    state_TH = self._norm(raw_TH.to(device)[None])[0].cpu()
             assert state_TH is not None, "require() was not asked for this row"
             states.append(_of_length(state_TH, len(ids)))
         return torch.stack(states)
-
-    def _normed(self, raw_TH: Tensor) -> Tensor:
-        device = self._target.device
-        with torch.autocast(device.type, enabled=False):
-            return self._norm(raw_TH.to(device)[None])[0].cpu()
 
     def _state(self, key: str) -> Tensor | None:
         return super()._state(self._whole.get(key, key))

@@ -22,10 +22,6 @@ def _is_jetspec(values: JsonObject, names: Names) -> bool:
     return _is_dflash(values, names) and bool(causal)
 
 
-def _is_dspark(values: JsonObject, names: Names) -> bool:
-    return "DSpark" in str(values.get("architectures"))
-
-
 def _read_block(files: HeadFiles) -> None:
     """Check what stands for the target's own: a reduced output projection must be rows of the
     target's.
@@ -117,7 +113,11 @@ _SPECULATORS = Functions(read=_read_speculators, config=_speculators_config)
 FUNCTIONS = {
     "speculators-dflash": _SPECULATORS,
     "speculators-dspark": _SPECULATORS,
-    "dspark": Functions(known=_is_dspark, read=_read_block, config=_block_config),
+    "dspark": Functions(
+        known=lambda values, _: "DSpark" in str(values.get("architectures")),
+        read=_read_block,
+        config=_block_config,
+    ),
     "jetspec": Functions(known=_is_jetspec, read=_read_block, config=_block_config),
     "dflash": Functions(known=_is_dflash, read=_read_block, config=_block_config),
 }
