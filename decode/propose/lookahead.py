@@ -12,6 +12,7 @@ they begin alike, so a right guess in the window is accepted like any candidate.
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
@@ -29,6 +30,7 @@ from draftsmith.decode.propose.text_proposer import (
 from draftsmith.decode.tree import Tree, TreeShape
 
 
+@dataclass(eq=False)
 class LookaheadProposer(TextProposer):
     """Drafts with `window` columns, n-grams of `ngram` tokens, and at most `candidates` of them per
     step.
@@ -37,14 +39,10 @@ class LookaheadProposer(TextProposer):
     """
 
     name = "lookahead"
-
-    def __init__(
-        self, window: int = 7, ngram: int = 5, candidates: int = 7, from_text: bool = True
-    ) -> None:
-        self.window = window
-        self.ngram = ngram
-        self.candidates = candidates
-        self.from_text = from_text
+    window: int = 7
+    ngram: int = 5
+    candidates: int = 7
+    from_text: bool = True
 
     def default_tree(self) -> Tree:
         """Return a tree with room at each depth for the siblings that window and candidates can

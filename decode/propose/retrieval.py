@@ -4,6 +4,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
@@ -13,6 +14,7 @@ from draftsmith.decode.suffix_index import SAMPLE, SuffixIndex
 from draftsmith.decode.tree import TreeShape
 
 
+@dataclass(eq=False)
 class RetrievalProposer(TextProposer):
     """Drafts from a suffix index of token sequences.
 
@@ -21,11 +23,9 @@ class RetrievalProposer(TextProposer):
     """
 
     name = "retrieval"
-
-    def __init__(self, index: SuffixIndex, max_suffix: int = 16, min_suffix: int = 2) -> None:
-        self.index = index
-        self.max_suffix = max_suffix
-        self.min_suffix = min_suffix
+    index: SuffixIndex
+    max_suffix: int = 16
+    min_suffix: int = 2
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         super().check(target, tree)
@@ -38,12 +38,12 @@ class RetrievalProposer(TextProposer):
         return RecentTokens(self, list(prompt[-self.max_suffix :]))
 
 
+@dataclass(eq=False)
 class RecentTokens(TextRow):
     """The last `max_suffix` tokens of a row."""
 
-    def __init__(self, proposer: RetrievalProposer, tokens: list[int]) -> None:
-        self.proposer = proposer
-        self.tokens = tokens
+    proposer: RetrievalProposer
+    tokens: list[int]
 
     def draft(self, trie: Trie) -> None:
         index = self.proposer.index
