@@ -22,6 +22,8 @@ from draftsmith.decode.packed_weights import FusedLinear, Packs
 
 # Logits, and the hidden states of the layers asked for.
 Forwarded: TypeAlias = tuple[Tensor, tuple[Tensor, ...]]
+# What is added to the scores of attention, by kind of layer; None hides nothing.
+Masks: TypeAlias = Mapping[str, Tensor | None]
 # Limit of tokens per forward: prompts are read in parts, and the step of a larger batch is torch's.
 MOST_TOKENS = 256
 # From this many parameters on, matrices of any size are packed: a forward is then one call of the
@@ -229,7 +231,7 @@ class KernelForward:
         tokens_Bq: Tensor,
         positions_Rq: Tensor,
         rotary: Mapping[str, Tensor],
-        masks: Mapping[str, Tensor | None],
+        masks: Masks,
         place: CachePlace,
         kept: int,
         numbers: Sequence[int],

@@ -12,7 +12,7 @@ therefore built once; each step takes a view.
 """
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -27,7 +27,7 @@ from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import text_config
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.head_forward import HeadForward, head_forward
-from draftsmith.decode.kernel_forward import Forwarded, joined
+from draftsmith.decode.kernel_forward import Forwarded, Masks, joined
 from draftsmith.decode.llama_forward import LeanForward, lean_forward
 from draftsmith.decode.packed_weights import Packs
 
@@ -233,7 +233,7 @@ class Runner:
         self.cache.column = begin
         positions_1T = torch.arange(begin, end, device=self.device).unsqueeze(0)
         # The logits are not used: the last prompt token is forwarded in the first step.
-        masks: dict[str, Tensor | None] = {"": None}
+        masks: Masks = {"": None}
         if self._lean is not None:
             masks = {
                 kind: self._causal_mask(begin, end, window) for kind, window in self.windows.items()
@@ -378,7 +378,7 @@ class Runner:
         tokens_Bq: Tensor,
         positions_Bq: Tensor,
         top: int,
-        masks: Mapping[str, Tensor | None],
+        masks: Masks,
         cache: Cache,
         keep_logits: int,
         hidden_layers: Sequence[int],

@@ -17,6 +17,7 @@ from draftsmith.distill.engines import (
     Done,
     Engine,
     Failed,
+    Groups,
     Key,
 )
 
@@ -84,7 +85,7 @@ class Asking:
             for part in self._parts.values():
                 part.journal.close()
 
-    def _groups(self, parts: Iterator[PartRequests]) -> Iterator[Sequence[AnswerRequest]]:
+    def _groups(self, parts: Iterator[PartRequests]) -> Groups:
         """Yield groups of requests without a kept answer."""
         for part in parts:
             journal = Journal(self._out / f".part-{part.index:05d}.answers.jsonl")
@@ -102,7 +103,7 @@ class Asking:
                 if group:
                     yield group
 
-    def _waves_of(self, part: PartRequests) -> Iterator[Sequence[AnswerRequest]]:
+    def _waves_of(self, part: PartRequests) -> Groups:
         """Cut a part into waves, by position. Waves of the first part grow from one batch, so that
         a run that is stopped early has kept something.
         """

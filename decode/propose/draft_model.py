@@ -21,6 +21,7 @@ from draftsmith.decode.propose.network import (
     Frontier,
     Network,
     NetworkForward,
+    NodeNumbers,
     fit_vocabulary,
     pending_block,
 )
@@ -155,7 +156,7 @@ class _OneNetwork(CachedNetwork):
 
         return NetworkForward(run, (tokens_Bq, bound.inputs), bound.name, call=self.runner.call)
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
         # The accepted path stays in the cache; emitted tokens that were never forwarded become
         # pending.
         slots: list[list[int]] = []
@@ -199,7 +200,7 @@ class _SeveralNetworks(Network):
     def extend(self, frontier: Frontier) -> Tensor:
         return self._side_by_side([network.extend(frontier) for network in self.networks])
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
         for network in self.networks:
             network.commit(expanded, outcome)
 

@@ -31,6 +31,7 @@ from draftsmith.decode.propose.network import (
     Frontier,
     Network,
     NetworkForward,
+    NodeNumbers,
     fit_vocabulary,
     pending_block,
 )
@@ -206,7 +207,7 @@ class _HeadNetwork(Network):
         self.device = setup.device
         self.vocabulary = setup.vocabulary
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
         self.rows = self._new(outcome)
 
     def skip(self, outcome: Outcome) -> None:
@@ -268,7 +269,7 @@ class _EagleNetwork(_HeadNetwork, CachedNetwork):
         assert features_BqH is not None
         self.outputs_BEH = torch.cat([self.outputs_BEH, features_BqH], dim=1)
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
         # Only tokens forwarded with true features stay; the emitted ones now have theirs and are
         # pending.
         self.runner.keep([range(lead, self.known) for lead in self.lead])

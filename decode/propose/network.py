@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from torch.nn.functional import pad
 
 from draftsmith.decode.propose.protocol import Outcome
 from draftsmith.decode.runner import Block, Runner, call_directly
+
+# By row: numbers of nodes among those forwarded after the root, from 0; None for one that was not.
+NodeNumbers: TypeAlias = Sequence[Sequence[int | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +95,8 @@ class Network(ABC):
         return NetworkForward(run)
 
     @abstractmethod
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
-        """Learn the outcome. expanded: by row, the numbers of the accepted nodes among those
-        forwarded after the root, from 0; None for a node that was not forwarded.
-        """
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
+        """Learn the outcome. expanded: the accepted nodes."""
 
     @abstractmethod
     def skip(self, outcome: Outcome) -> None:

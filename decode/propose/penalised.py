@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode.propose.network import Frontier, Network
+from draftsmith.decode.propose.network import Frontier, Network, NodeNumbers
 from draftsmith.decode.propose.protocol import Outcome, SessionSetup
 
 
@@ -51,7 +51,7 @@ class _PenalisedNetwork(Network):
     def confidence(self, tokens_Bc: Tensor) -> Tensor | None:
         return self.network.confidence(tokens_Bc)
 
-    def commit(self, expanded: Sequence[Sequence[int | None]], outcome: Outcome) -> None:
+    def commit(self, expanded: NodeNumbers, outcome: Outcome) -> None:
         self.network.commit(expanded, outcome)
         self.seen.read(outcome.tokens)
 

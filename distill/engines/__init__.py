@@ -5,7 +5,7 @@ engine is chosen.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pydantic import Base64Bytes
 from transformers import GenerationConfig
@@ -77,6 +77,8 @@ class Failed:
     reason: str
 
 
+# Requests that are asked together, the groups in turn.
+Groups: TypeAlias = Iterator[Sequence[AnswerRequest]]
 # Called once per request with its outcome, in any order. Returns the request to ask next (the next
 # turn of a chat).
 Done = Callable[[AnswerRequest, Answer | Failed], AnswerRequest | None]
@@ -99,7 +101,7 @@ class Engine(Protocol):
     wave: int | None = None
     states: StateWriter | None = None
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups: Groups, done: Done) -> None:
         """Answer all requests of all groups, each the requests of one part of the set.
 
         Take a group only when there is room, so that memory does not grow with the number of

@@ -3,7 +3,7 @@ generator per row.
 """
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from draftsmith.distill.engines import (
     AnswerRequest,
     Done,
     Engine,
+    Groups,
     sampling_of,
 )
 from draftsmith.distill.score import score
@@ -52,7 +53,7 @@ class HFEngine(Engine):
         self._max_new_tokens = config.max_new_tokens
         self._eos_ids = () if config.ignore_eos else eos_ids(model)
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups: Groups, done: Done) -> None:
         """Ask group after group, in batches of `batch_size` in which the next request takes the
         place of one that has ended.
         """

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -26,6 +26,7 @@ from draftsmith.distill.engines import (
     Done,
     Engine,
     Failed,
+    Groups,
     RemoteTarget,
     sampling_of,
 )
@@ -97,7 +98,7 @@ class OpenAIEngine(Engine):
             "served_model": self._completion.model,
         }
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups: Groups, done: Done) -> None:
         """Ask everything in `groups`. Raise RunError if a budget is spent or no server answers any
         more.
         """
@@ -186,7 +187,7 @@ class OpenAIEngine(Engine):
         if not failure.retry:
             raise InputError(failure.reason)
 
-    async def _ask_all(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    async def _ask_all(self, groups: Groups, done: Done) -> None:
         self._last_answer = time.monotonic()
         self._unasked = ""
         self._free: asyncio.Queue[Slot] = asyncio.Queue()

@@ -29,6 +29,7 @@ from draftsmith.distill.engines import (
     Done,
     Engine,
     Failed,
+    Groups,
     Key,
 )
 
@@ -110,7 +111,7 @@ class RayEngine(Engine):
         if self._joined:
             ray.shutdown()
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups: Groups, done: Done) -> None:
         """Ask everything in `groups`, one group per worker call. Later turns of a group are asked
         together.
         """

@@ -1,6 +1,6 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from draftsmith.distill.engines import (
     Done,
     Engine,
     Failed,
+    Groups,
     RemoteTarget,
     sampling_of,
 )
@@ -68,7 +69,7 @@ class VLLMEngine(Engine):
         self._k = min(config.teacher_top_k, self._vocabulary)
         self._stop_ids = [] if config.ignore_eos else list(target.eos_ids)
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups: Groups, done: Done) -> None:
         waiting: list[AnswerRequest] = []
         while True:
             while len(waiting) < _TOGETHER and (group := next(groups, None)) is not None:
