@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -176,14 +175,6 @@ def _remove_all(out: Path, patterns: Sequence[str]) -> None:
             path.unlink()
 
 
-class _RowError(NamedTuple):
-    """A prompt that gave less than it should. Its JSON is a line of `errors.jsonl`."""
-
-    row: int
-    outcome: Shortfall
-    reason: str
-
-
 def _add_up(out: Path, parts: int) -> JsonObject:
     """Return the sums over all parts, as the manifest has them. Write `errors.jsonl`."""
     files: list[dict[str, str | int]] = []
@@ -212,14 +203,13 @@ def _add_up(out: Path, parts: int) -> JsonObject:
                 tokens_from.update(table["tokens_from"].to_pylist())
             read += summary["read"]
             digests.append(summary["digest"])
-            errors: list[_RowError] = []
-            for shortfall in SHORTFALLS:
-                errors += [
-                    _RowError(row, shortfall, why) for row, why in summary.get(shortfall, ())
-                ]
-            for error in sorted(errors):
-                reasons[error.outcome].add(error.row, error.reason)
-                lines.write(canonical_json(error._asdict()) + "\n")
+            errors: list[tuple[int, Shortfall, str]] = []
+            for why in SHORTFALLS:
+                errors += [(row, why, reason) for row, reason in summary.get(why, ())]
+            for row, why, reason in sorted(errors):
+                reasons[why].add(row, reason)
+                error = {"row": row, "outcome": why, "reason": reason}
+                lines.write(canonical_json(error) + "\n")
     if not path.stat().st_size:
         path.unlink()
     skipped = reasons["skipped"].total()

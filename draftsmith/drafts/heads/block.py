@@ -264,7 +264,7 @@ class BlockHead(DraftVocabulary):
         draw(head.fc, head, seed)
         if draft_vocab is not None and head.reduced:
             head.set_draft_vocab(draft_vocab)
-        return head.to(device=target.device, dtype=target.dtype)
+        return head.to(target.device, target.dtype)
 
     @property
     def depths(self) -> int:

@@ -283,4 +283,4 @@ class EagleHead(ReadsLastState, FeatureHead):
         """An untrained head on the target's device, in its dtype and in training mode."""
         head = cls(EagleConfig.like(target), target)
         draw(head.fc, head.layers, seed)
-        return head.to(device=target.device, dtype=target.dtype)
+        return head.to(target.device, target.dtype)

@@ -234,7 +234,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))
         if head.reduced:
             head.set_draft_vocab(ids)
-        return head.to(device=target.device, dtype=target.dtype)
+        return head.to(target.device, target.dtype)
 
     def outputs(self) -> list[nn.Module]:
         """Its own modules with a row for each token that it drafts."""

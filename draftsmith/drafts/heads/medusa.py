@@ -107,7 +107,7 @@ class ParallelHeads(ReadsLastState, nn.Module):
         heads = cls(HeadsConfig.from_json(values, target), target)
         for linear in heads.outputs():
             start_as(cast(Tensor, linear.weight), heads.borrowed)
-        return heads.to(device=target.device, dtype=target.dtype)
+        return heads.to(target.device, target.dtype)
 
     def blocks(self, number: int) -> nn.Sequential:
         """The residual blocks of one head."""

@@ -234,7 +234,7 @@ class MtpHead(ReadsLastState, FeatureHead):
         layer = layer_of(target)
         head = cls(MtpConfig.read(layer, layer=layer), target, seed)
         nn.init.normal_(head.fc.weight, 0.0, join_scale(head.fc), generator=generator(seed))
-        return head.to(device=target.device, dtype=target.dtype)
+        return head.to(target.device, target.dtype)
 
     def of_checkpoint(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The state dict of tensors whose decoder layer has the names that its family has on disk

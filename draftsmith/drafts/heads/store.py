@@ -184,7 +184,7 @@ def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTraine
         raise InputError(f"{on_disk.file}: does not fit {config}: {one_line(error)}") from None
     if isinstance(head, DraftVocabulary):
         head.read_draft_vocab()
-    head.to(device=target.device, dtype=target.dtype)
+    head.to(target.device, target.dtype)
     head.eval()
     return head
 

@@ -66,9 +66,6 @@ def transplant(
     from_pieces = sum(len(row) > 1 for row in rows)
     unmapped = tuple(names[token] for token, row in enumerate(rows) if not row and token in names)
     shared = sum(len(row) == 1 for row in rows)
-    embedding = donor.get_input_embeddings()
-    output = donor.get_output_embeddings()
-    assert isinstance(embedding, nn.Embedding) and isinstance(output, nn.Linear)
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
     # None too: the donor's own are ids of its vocabulary.
@@ -87,13 +84,12 @@ def transplant(
         if tensor.shape == weights[name].shape:
             weights[name] = tensor
     moved_to.load_state_dict(weights)
-    new_embedding = moved_to.get_input_embeddings()
-    new = moved_to.get_output_embeddings()
-    assert isinstance(new_embedding, nn.Embedding) and isinstance(new, nn.Linear)
-    _fill(new_embedding.weight, embedding.weight, rows)
-    _fill(new.weight, output.weight, [row[:1] for row in rows])
-    if new.bias is not None and output.bias is not None:
-        _fill(new.bias, output.bias, [row[:1] for row in rows])
+    embedding = moved_to.get_input_embeddings().get_parameter("weight")
+    _fill(embedding, donor.get_input_embeddings().get_parameter("weight"), rows)
+    output = moved_to.get_output_embeddings()
+    firsts = [row[:1] for row in rows]
+    for name, values in donor.get_output_embeddings().named_parameters():
+        _fill(output.get_parameter(name), values, firsts)
     moved_to.generation_config = copy.deepcopy(target.generation_config)
     moved_to.eval()
     return moved_to, Moved(
