@@ -248,8 +248,7 @@ class KernelForward:
         self._check(tokens_Bq, positions_Rq, place)
         batch, queries = tokens_Bq.shape
         wanted = sorted(set(numbers))
-        every = range(len(self.layers) + 2)
-        flags = bytes(number in wanted for number in every)
+        flags = bytes(number in wanted for number in range(len(self.layers) + 2))
         tokens_Bq = tokens_Bq.contiguous()
         positions_Rq = positions_Rq.contiguous()
         logits_BqV = self._like.new_empty(batch, kept, self._model.head.outputs)
@@ -270,16 +269,10 @@ class KernelForward:
         step.column = place.column
         step.layer_stride, step.batch_stride, step.group_stride = place.keys_LBHCE.stride()[:3]
         for number, kind in enumerate(self.kinds):
-            mask = masks[kind]
             shared = step.kinds[number]
-            shared.mask = address(mask)
             shared.rotary = rotary[kind].data_ptr()
             shared.rotary_count = len(rotary[kind])
-            if mask is not None:
-                seen = (min(len(mask), batch), 1, queries, place.column + queries)
-                expect("mask", mask, seen, torch.float32)
-                shared.batch_stride = mask.stride(0) if len(mask) > 1 else 0
-                shared.query_stride = mask.stride(2)
+            _show(shared, masks[kind], batch, queries, place.column + queries)
         step.states = states.data_ptr()
         step.logits = logits_BqV.data_ptr()
         step.wanted = ctypes.cast(ctypes.c_char_p(flags), ctypes.c_void_p)
@@ -310,6 +303,15 @@ class KernelForward:
         expect("positions_Rq", positions_Rq, (positions, queries), torch.long)
         expect("keys_LBHCE", place.keys_LBHCE, cached, torch.float32)
         expect("values_LBHCE", place.values_LBHCE, cached, torch.float32)
+
+
+def _show(shared: Any, mask: Tensor | None, batch: int, queries: int, slots: int) -> None:
+    """Let layers of a kind have this mask."""
+    shared.mask = address(mask)
+    if mask is not None:
+        expect("mask", mask, (min(len(mask), batch), 1, queries, slots), torch.float32)
+        shared.batch_stride = mask.stride(0) if len(mask) > 1 else 0
+        shared.query_stride = mask.stride(2)
 
 
 def causal_mask(like: Tensor, queries: int, slots: int) -> Tensor:

@@ -195,8 +195,7 @@ class LeanForward:
         places_ND = None
         if family.places is not None:
             places = getattr(body, family.places)
-            learned_ND = places.weight[places.offset :].detach()
-            places_ND = learned_ND.to(self.dtype).contiguous()
+            places_ND = places.weight[places.offset :].detach().to(self.dtype).contiguous()
         self.kernel: KernelForward | None = None
         if functions is not None and table is not None:
             self.kernel = KernelForward(

@@ -83,7 +83,7 @@ def kary(branching: Sequence[int]) -> Tree:
     """The tree in which every node at depth d has `branching[d]` children; `kary((1, 1))` is a
     chain of two.
     """
-    parents = []
+    parents: list[int] = []
     level = [-1]
     for count in branching:
         first = len(parents)

@@ -49,7 +49,7 @@ class LookaheadProposer(TextProposer):
         need.
         """
         levels = self.ngram - 1
-        parents = []
+        parents: list[int] = []
         above = -1
         for depth in range(1, max(self.window + levels - 2, levels) + 1):
             # Level l of the window holds depths l to l + window - 1.

@@ -88,7 +88,7 @@ class NgramIndex(TextRow):
         """
         matches = self._longest()
         total = len(matches) + 1
-        path = []
+        path: list[int] = []
         while len(path) < length and matches:
             following = {at: self.copy_from(at, len(path) + 1)[-1] for at in matches}
             # The most recent of equals, which `matches` has first.

@@ -93,7 +93,7 @@ def earlier_turns(
         if ids:
             texts.append((asked[row] + ids[: max(token, len(ids) - token)], False, row))
     earlier: list[list[int]] = [[] for _ in asked]
-    begins = []
+    begins: list[tuple[bytes, int]] = []
     for text, is_prompt, row in sorted(texts):
         while begins and not text.startswith(begins[-1][0]):
             begins.pop()

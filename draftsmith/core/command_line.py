@@ -114,7 +114,7 @@ def _joined(argv: list[str], table: Mapping[str, Option]) -> list[str]:
     Otherwise argparse takes a value that begins with a dash for an option.
     """
     known = {"-h"} | {f"--{key}" for key in (*_COMMON, *table)}
-    words = []
+    words: list[str] = []
     for word in argv:
         option = table.get(words[-1].removeprefix("--")) if words and words[-1] in known else None
         is_value = underscored(word).partition("=")[0] not in known
