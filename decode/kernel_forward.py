@@ -305,7 +305,9 @@ class KernelForward:
         expect("values_LBHCE", place.values_LBHCE, cached, torch.float32)
 
 
-def _show(shared: Any, mask: Tensor | None, batch: int, queries: int, slots: int) -> None:
+def _show(
+    shared: structures.Kind, mask: Tensor | None, batch: int, queries: int, slots: int
+) -> None:
     """Let layers of a kind have this mask."""
     shared.mask = address(mask)
     if mask is not None:

@@ -79,14 +79,14 @@ def world(kind: str, seed: int = 0, drafts: int = 1, length: int = LENGTH) -> Wo
     """A world of `WORLDS`."""
     random = generator(seed)
 
-    p: list[Tensor] = []
-    q: list[Tensor] = []
-    for drawn, count in ((p, 1), (q, drafts)):
-        for depth in range(length):
-            logits = torch.randn(count, VOCABULARY**depth, VOCABULARY, generator=random)
-            drawn.append((logits * 1.2).softmax(-1))
-    changed = [WORLDS[kind](p[depth][0], q[depth]) for depth in range(length)]
-    return World([of_target for of_target, _ in changed], [of_drafts for _, of_drafts in changed])
+    def drawn(count: int) -> list[Tensor]:
+        shapes = [(count, VOCABULARY**depth, VOCABULARY) for depth in range(length)]
+        logits = [torch.randn(shape, generator=random) for shape in shapes]
+        return [(each * 1.2).softmax(-1) for each in logits]
+
+    of_target = [law[0] for law in drawn(1)]
+    p, q = zip(*map(WORLDS[kind], of_target, drawn(drafts)), strict=True)
+    return World(list(p), list(q))
 
 
 def propose(

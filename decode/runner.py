@@ -320,7 +320,13 @@ class Runner:
         def run(
             tokens_Bq: Tensor, _: tuple[Tensor, ...], features_BqH: Tensor | None = None
         ) -> Forwarded:
-            return self.forward(tokens_Bq, block, keep_logits, hidden_layers, features_BqH)
+            return self.forward(
+                tokens_Bq,
+                block,
+                keep_logits,
+                hidden_layers=hidden_layers,
+                features_BqH=features_BqH,
+            )
 
         return BlockForward(run)
 

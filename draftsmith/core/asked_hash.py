@@ -71,10 +71,12 @@ def group_ranks(keys_of_rows: Sequence[Sequence[int]]) -> list[int]:
     members: dict[int, set[int]] = {}
     for group, keys in zip(groups, keys_of_rows, strict=True):
         members.setdefault(group, set()).add(keys[0])
-    hashes: dict[int, int] = {}
-    for group, firsts in members.items():
-        hashes[group] = max(firsts) if len(firsts) == 1 else _hash(sorted(firsts))
-    ranks = {group: rank for rank, group in enumerate(sorted(hashes, key=hashes.__getitem__))}
+
+    def place(group: int) -> int:
+        firsts = sorted(members[group])
+        return firsts[0] if len(firsts) == 1 else _hash(firsts)
+
+    ranks = {group: rank for rank, group in enumerate(sorted(members, key=place))}
     return [ranks[group] for group in groups]
 
 

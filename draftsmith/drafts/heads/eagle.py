@@ -130,16 +130,18 @@ class LayerConfig:
         read.
         """
         scaling = dict(self.rope_parameters)
+        sizes = {key: getattr(self, key) for key in (*_SIZES, "hidden_act")}
+        flags = {key: True for key in ("qkv_bias", "qk_norm") if getattr(self, key)}
         values: JsonObject = {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            **{key: getattr(self, key) for key in (*_SIZES, "hidden_act")},
+            **sizes,
             "rope_theta": scaling.pop("rope_theta"),
             "rope_scaling": None if scaling == {"rope_type": "default"} else scaling,
             "num_hidden_layers": self.num_hidden_layers,
             "attention_bias": self.o_bias,
             "mlp_bias": False,
-            **{key: True for key in ("qkv_bias", "qk_norm") if getattr(self, key)},
+            **flags,
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": False,
         }

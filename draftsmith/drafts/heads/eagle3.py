@@ -68,12 +68,13 @@ class Eagle3Config(LayerConfig):
     """A norm for each of the fused states."""
 
     def to_json(self) -> JsonObject:
+        variants = {key: True for key in _VARIANTS if getattr(self, key)}
         values = super().to_json() | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": self.draft_vocab_size,
             _AUX: list(self.eagle_aux_hidden_state_layer_ids),
             "norm_before_residual": self.norm_before_residual,
-            **{key: True for key in _VARIANTS if getattr(self, key)},
+            **variants,
         }
         if self.own_embedding:
             values["embed_requires_grad"] = True
