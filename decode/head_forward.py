@@ -149,9 +149,9 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             feature_norm=maker.vector(layer.hidden_norm),
             feature_normed=layer.norm_before_residual,
         )
+        deeper = enumerate(head.deeper, 1)
         layers = [maker.layer(layer, 0, _KIND, normed=False)]
-        for index, deeper in enumerate(head.deeper, 1):
-            layers.append(maker.layer(deeper, index, _KIND))
+        layers += [maker.layer(each, index, _KIND) for index, each in deeper]
         return _Parts(
             layers=layers,
             opening=opening,
@@ -160,9 +160,8 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             logits=maker.fused("lm_head", [head.lm_head]),
         )
     normed = not isinstance(head, EagleHead)
-    layers = []
-    for index, layer in enumerate(head.layers):
-        layers.append(maker.layer(layer, index, _KIND, normed=normed))
+    numbered = enumerate(head.layers)
+    layers = [maker.layer(layer, index, _KIND, normed=normed) for index, layer in numbered]
     norm = maker.norm(head.norm) if normed else None
     if isinstance(head, BlockHead):
         return _Parts(layers=layers, opening=Opening(), norm=norm)

@@ -104,8 +104,7 @@ def _kinds(model: PreTrainedModel) -> list[str]:
     config = model.config
     windowed = getattr(config, "sliding_window", None) is not None
     kind = "sliding_attention" if windowed else "full_attention"
-    kinds: list[str] | None = getattr(config, "layer_types", None)
-    return kinds or [kind] * config.num_hidden_layers
+    return getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
 
 
 def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
@@ -186,9 +185,8 @@ class LeanForward:
         kinds = _kinds(model)
         rotary = getattr(body, "rotary_emb", None)
         self.rotary = RotaryTable(rotary, set(kinds), self.norm.weight_D)
-        self.layers: list[Layer] = []
-        for index, layer in enumerate(body.layers[: config.num_hidden_layers]):
-            self.layers.append(maker.layer(layer, index, kinds[index]))
+        layers = enumerate(body.layers[: config.num_hidden_layers])
+        self.layers = [maker.layer(layer, index, kinds[index]) for index, layer in layers]
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
         tied = head._parameters["weight"] is self.embedding._parameters["weight"]
         table = self._embedding_table(tied) if packed and known else None

@@ -88,14 +88,14 @@ class RayEngine(Engine):
         self.workers: list[Any] = []
         self.wave = WAVE_BATCHES * config.batch_size
         try:
-            resources = _resources(config)
+            count, of_worker = _resources(config)
             actor = ray.remote(Worker).options(
-                max_restarts=_RESTARTS, max_task_retries=_RETRIES, **resources.of_worker
+                max_restarts=_RESTARTS, max_task_retries=_RETRIES, **of_worker
             )
             local = replace(config, engine="hf", address=None, workers=None)
             # Ray drops a large argument that nobody holds, and could not restart the worker.
             self._tokenizer = ray.put(tokenizer)
-            self.workers += [actor.remote(local, self._tokenizer) for _ in range(resources.workers)]
+            self.workers += [actor.remote(local, self._tokenizer) for _ in range(count)]
             with _worker_errors():
                 facts = ray.get(self.workers[0].facts.remote(), timeout=_START_S)
             vars(self).update(facts)
@@ -170,16 +170,10 @@ def _join(address: str | None) -> None:
             signal.signal(signal.SIGTERM, handler)
 
 
-@dataclass(frozen=True)
-class _Resources:
-    """Number of workers, and the GPU or processors of each."""
-
-    workers: int
-    of_worker: dict[str, float]
-
-
-def _resources(config: DistillConfig) -> _Resources:
-    """Choose what workers get. Warn if the cluster has room for fewer than asked for."""
+def _resources(config: DistillConfig) -> tuple[int, dict[str, float]]:
+    """Choose the number of workers, and the GPU or processors of each. Warn if the cluster has room
+    for fewer than asked for.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     cpus = [int(node.get("CPU", 0)) for node in nodes]
@@ -203,7 +197,7 @@ def _resources(config: DistillConfig) -> _Resources:
             count,
             of_worker,
         )
-    return _Resources(max(1, min(room, count)), of_worker)
+    return max(1, min(room, count)), of_worker
 
 
 @contextmanager

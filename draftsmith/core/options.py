@@ -113,11 +113,8 @@ TopP = Annotated[float, Field(gt=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(str):
     """What stands for a value in the help."""
-
-    metavar: str
 
 
 Url = Annotated[Text, Shown("URL")]
@@ -409,7 +406,7 @@ def _shown(parts: Iterable[object]) -> str:
     """What a mark in a type says that stands for its values in the help."""
     for part in parts:
         if isinstance(part, Shown):
-            return part.metavar
+            return part
         if (shown := _shown(typing.get_args(part))) != "TEXT":
             return shown
     return "TEXT"

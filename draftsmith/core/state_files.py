@@ -218,9 +218,8 @@ class StoredStates(StateFiles):
         self._whole: dict[str, str] = {}
 
     def _why_nothing(self) -> str:
-        kept = []
-        for file in sorted(Path(self._place).glob(f"*/{_IDENTITY}")):
-            kept.append(read_json(file, "the identity of states", ("target", "dtype")))
+        files = sorted(Path(self._place).glob(f"*/{_IDENTITY}"))
+        kept = [read_json(file, "the identity of states", ("target", "dtype")) for file in files]
         for identity in kept:
             if identity["target"] == self._identity["target"]:
                 dtype = identity["dtype"]
