@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -45,18 +46,31 @@ def find_openings(config: DistillConfig, engine: Engine, tokenizer: Tokenizer) -
         raise InputError(
             f"{where}: needs servers that take token ids (vLLM, llama-server); these take text"
         )
-    # What the chat template writes around the text of a user's first turn.
-    with at(where):
-        chat = chat_text(tokenizer, Chat([{"role": "user", "content": _CONTENT}]))
-    before, _, after = chat.partition(_CONTENT)
-    ids = tokenizer(before, add_special_tokens=False)["input_ids"]
-    if not ids:
+    opening = user_opening(tokenizer, where)
+    if not opening.ids:
         raise InputError(
             f"{where}: the chat template puts nothing before a user's text to go on from; use "
             "self:N"
         )
+    return Openings(config.prompts, count, opening.ids, opening.end)
+
+
+@dataclass(frozen=True)
+class UserOpening:
+    """What a chat template writes around a user's text: tokens before it, first line behind it."""
+
+    ids: tuple[int, ...]
+    end: str
+
+
+def user_opening(tokenizer: Tokenizer, where: str) -> UserOpening:
+    """Return what the chat template writes around the text of a user's first turn."""
+    with at(where):
+        chat = chat_text(tokenizer, Chat([{"role": "user", "content": _CONTENT}]))
+    before, _, after = chat.partition(_CONTENT)
+    ids = tokenizer(before, add_special_tokens=False)["input_ids"]
     lines = after.strip().splitlines()
-    return Openings(config.prompts, count, tuple(ids), lines[0] if lines else "")
+    return UserOpening(tuple(ids), lines[0] if lines else "")
 
 
 def draw_prompts(job: Job, openings: Openings, run: Run) -> Path:
