@@ -2,6 +2,7 @@
 (laws 10 and 11).
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 import draftsmith as ds
-from benchmarks.lib.engines import vllm_answers
+from benchmarks.lib.engines import vllm_answers, work
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -22,6 +24,7 @@ from draftsmith.drafts.layouts.export import WRITERS
 from draftsmith.drafts.load import load_source
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.method import Method
+from draftsmith.eval.predict import Traces, predict
 from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.config import HeadOptions
 from tests.engine_proofs import Proof, proven_by_vllm
@@ -224,6 +227,34 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     # What was measured tells the two rules apart.
     other = sum(found["sum" if rule == "naive" else "greedy"]) / sum(found["count"])
     assert abs(counted[0] / drafts - other) > 0.02
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block"])
+def test_its_sampler_of_drafts_that_are_drawn_accepts_what_is_predicted(rule, tmp_path):
+    """The kernels of its runner for GPUs, on a pair in which block verification saves one call in
+    six.
+    """
+    python = engine("vllm")
+    random = np.random.default_rng(0)
+    target_VV = random.normal(size=(4, 4))
+    draft_VV = target_VV + 2 * random.normal(size=(4, 4))
+    ahead, rows, tokens = 8, 12, 40
+    file = tmp_path / "request.json"
+    sizes = {"rule": rule, "ahead": ahead, "rows": rows, "tokens": tokens}
+    file.write_text(json.dumps({"target": target_VV.tolist(), "draft": draft_VV.tolist(), **sizes}))
+    found = work(python, Path(__file__).with_name("workers") / "vllm_sampler.py", file)
+    texts = np.array(found["texts"])
+    before = np.insert(texts[:, :-1], 0, 0, axis=1)
+    p, q = (np.exp(logits_VV)[before] for logits_VV in (target_VV, draft_VV))
+    p, q = (np.take_along_axis(x / x.sum(-1, keepdims=True), texts[..., None], -1) for x in (p, q))
+    traces = Traces(np.full(rows, tokens), True, {"ratio": (q / p)[None, ..., 0]})
+    apart = {}
+    for name in ("speculative", "block"):
+        counts = predict(kary((1,) * ahead), name, Sampling(temperature=1.0), traces)
+        assert counts is not None
+        away = abs(found["calls"] - sum(counts["target_calls"]))
+        apart[name] = away / sum(counts["variance"]) ** 0.5
+    assert apart.pop(rule) < 3 and min(apart.values()) > 3, found["calls"]
 
 
 def test_the_last_tap_is_the_raw_output_of_the_last_layer(tmp_path):
