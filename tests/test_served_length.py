@@ -61,7 +61,7 @@ def is_named_by_its_length(found: dict[str, Any]) -> None:
 def test_attention_that_breaks_at_64_in_llama_cpp(tmp_path, monkeypatch):
     """It takes no window for such models, but a factor on the attention of each 64 positions."""
     server = engine("llama-server")
-    common = {"format": "gguf", "dtype": "float32", "draft": str(TARGET)}
+    common: dict[str, Any] = {"format": "gguf", "dtype": "float32", "draft": str(TARGET)}
     ds.export(**common, out=str(tmp_path / "target"))
     add_shape = gguf_file._add_shape
 

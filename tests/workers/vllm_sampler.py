@@ -23,7 +23,7 @@ from vllm import triton_utils  # noqa: E402
 
 
 @triton.jit
-def log1p(x):  # type: ignore[no-untyped-def]
+def log1p(x):
     return tl.log(1 + x)
 
 
