@@ -122,6 +122,7 @@ def _alignment(directory: Path) -> Held | None:
 
 
 def _distilled_set(directory: Path) -> Held | None:
+    here = str(directory)
     manifest = directory / "manifest.json"
     if manifest.is_file():
         made = read_json(
@@ -130,14 +131,12 @@ def _distilled_set(directory: Path) -> Held | None:
             ["command", "config", "counts", "response_tokens"],
         )
         words = shlex.split(made["command"])
-        out = words[words.index("--out") + 1] if "--out" in words else str(directory)
-        target = path_now(made["config"]["target"], out, str(directory))
-        train = ["draftsmith", "train", "--data", str(directory), "--target", target]
+        out = words[words.index("--out") + 1] if "--out" in words else here
+        target = path_now(made["config"]["target"], out, here)
+        train = ["draftsmith", "train", "--data", here, "--target", target]
         facts = f"{made['counts']['rows']} rows, {made['response_tokens']} response tokens"
         following = f"{shlex.join(train)} --draft DRAFT --out OUT"
-        return Held(
-            str(directory), "a distilled set", "finished", facts, made["command"], following
-        )
+        return Held(here, "a distilled set", "finished", facts, made["command"], following)
     begun = _identity(directory, "run.json")
     if "prompts" not in begun:
         return None
@@ -147,6 +146,7 @@ def _distilled_set(directory: Path) -> Held | None:
 
 
 def _draft(directory: Path) -> Held | None:
+    here = str(directory)
     record = directory / RECORD
     if record.is_file():
         made = read_json(record, "the record of a draft")
@@ -154,14 +154,12 @@ def _draft(directory: Path) -> Held | None:
         if "export" in made:
             return _export(directory, made, target)
         require_keys(made, ["kind"], record)
-        out = made.get("config", {}).get("out", str(directory))
-        words = ["draftsmith", "eval", "--draft", str(directory)]
-        words += ["--target", path_now(target, out, str(directory))]
+        out = made.get("config", {}).get("out", here)
+        words = ["draftsmith", "eval", "--draft", here]
+        words += ["--target", path_now(target, out, here)]
         holds = f"a draft ({made['kind'].removeprefix('draft-')})"
         following = f"{shlex.join(words)} --id PROMPTS --out OUT"
-        return Held(
-            str(directory), holds, "finished", _figures(made), made.get("command"), following
-        )
+        return Held(here, holds, "finished", _figures(made), made.get("command"), following)
     begun = _identity(directory, "run/run.json")
     if not begun:
         return None
@@ -231,19 +229,20 @@ def _identity(directory: Path, name: str) -> JsonObject:
     """Return the options of a run that began: those that decide its result, and the places that it
     reads and writes, as they are now; {} if none began. `command`: what began it, as it was typed.
     """
+    here = str(directory)
     file = directory / name
     if not file.is_file():
         return {}
     record = read_json(file, "the record of a run", ["identity", "places"])
-    began_in = record["places"].get("out", str(directory))
+    began_in = record["places"].get("out", here)
 
     def now(value: object) -> object:
         if isinstance(value, list):
             return [now(each) for each in value]
-        return path_now(value, began_in, str(directory)) if isinstance(value, str) else value
+        return path_now(value, began_in, here) if isinstance(value, str) else value
 
     places = {key: now(value) for key, value in record["places"].items()}
-    config: JsonObject = record["identity"]["config"] | places | {"out": str(directory)}
+    config: JsonObject = record["identity"]["config"] | places | {"out": here}
     listed = [each if isinstance(each, list) else [each] for each in record["places"].values()]
     named = list(chain.from_iterable(listed))
     words = shlex.split(record.get("command", ""))

@@ -94,8 +94,8 @@ class Evaluation:
         prompts = sum(len(suite.prompts) for suite, _ in parts)
         measured = Measured({}, {}, {}, {})
         with progress("eval", prompts * (1 + len(self.drafts))) as self.advance:
-            for part in parts:
-                self._read(*part, measured)
+            for suite, sampling in parts:
+                self._read(suite, sampling, measured)
         self.request = self._worth_decoding(measured)
         runs = self.request.runs
         timed = self.request.config.speed_prompts if runs else 0
@@ -103,8 +103,8 @@ class Evaluation:
         for suite, _ in parts:
             total += min(timed, len(suite.prompts)) * (1 + runs)
         with progress("eval", total) as self.advance:
-            for part in parts:
-                self._count(*part, measured)
+            for suite, sampling in parts:
+                self._count(suite, sampling, measured)
             for suite, sampling in parts if timed else ():
                 at = (suite.name, sampling.temperature)
                 measured.speeds[at] = self._time(suite, sampling)

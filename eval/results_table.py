@@ -26,6 +26,7 @@ Name = str | None
 Number = float | None
 # By figure and draft.
 Methods = dict[tuple[str, str], dict[How, None]]
+Index = dict[tuple[str, RowKey], list[Row]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,7 +282,7 @@ class ResultsTable:
     def taus(self, draft: str, domain: str, temperature: float) -> list[Row]:
         """tau with every method that a draft was decoded with."""
         methods = self.methods_of(draft)
-        return [self.tau(draft, domain, temperature, *how) for how in methods]
+        return [self.tau(draft, domain, temperature, tree, rule) for tree, rule in methods]
 
     def beside(self, row: Row, figure: str, at: int | None = None) -> Row | None:
         """Return another figure of the same draft, set, temperature, method and part as a row."""
@@ -328,8 +329,8 @@ class ResultsTable:
         return {key_of(counts): counts for counts in rows if counts["of"] == of}
 
     @cached_property
-    def _index(self) -> dict[tuple[str, RowKey], list[Row]]:
-        index: dict[tuple[str, RowKey], list[Row]] = {}
+    def _index(self) -> Index:
+        index: Index = {}
         for row in self.document["rows"]:
             index.setdefault((row["figure"], key_of(row)), []).append(row)
         return index

@@ -455,10 +455,10 @@ def suite_rows(setting: Setting) -> Iterator[SuiteRow]:
 def timing_conditions(measured: Measured, cpus: int) -> list[Conditions]:
     """How quiet the machine was during each timing."""
     rows = []
-    for at, timed in measured.speeds.items():
+    for (suite, temperature), timed in measured.speeds.items():
         alone = timed["runs"][0]
         rates = [s / n for s, n in zip(alone["decode_s"], alone["emitted"], strict=True) if n]
-        rows.append(conditions(*at, timed["load"], rates, cpus))
+        rows.append(conditions(suite, temperature, timed["load"], rates, cpus))
     return rows
 
 
