@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.gpu.device_check import run_here
 from benchmarks.speed import sections, sixteen_bits, train as bench_train
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
@@ -189,6 +190,25 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     equal = [figures["outputs_equal_to_ar"] for figures in rows if "outputs_equal_to_ar" in figures]
     assert equal and set(equal) == {1.0}
     assert len([name for name in found["training"] if name.startswith("LM draft")]) == 3
+
+
+@pytest.mark.slow(20)
+def test_the_ledger_and_the_larger_sections_run_on_tiny_models(tmp_path):
+    found = {}
+    for name in ("ledger", "heads", "answers"):
+        run_here(name, torch.device("cpu"), True, tmp_path / name)
+        found[name] = json.loads((tmp_path / name).read_text())
+        assert not {"cut", "error"} & found[name].keys()
+    steps = [
+        row["ms"] for row in found["ledger"].values() if isinstance(row, dict) and "limit_ms" in row
+    ]
+    assert len(steps) == 6
+    for parts in steps:
+        on_device = parts["products"] + parts["other_kernels"] + parts["gaps"]
+        assert on_device + parts["host"] == pytest.approx(parts["step"])
+        assert parts["products"] > 0 and parts["kernels"] > 0
+    assert {"raw forward, compiled", "engine, 1 rows, T=1"} <= found["ledger"].keys()
+    assert len(found["heads"]) == len(found["answers"]) == 2
 
 
 @pytest.mark.parametrize(("objective", "others"), [("ce", ["trainer"]), ("jsd", [])])

@@ -29,6 +29,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from benchmarks.gpu.device_measure import Check
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -65,6 +67,11 @@ LLAMA_8B = Shape(4096, 14336, 32, 32, 8, 128, 128256)  # Llama-3.1-8B
 LLAMA_1B = Shape(2048, 8192, 16, 32, 8, 64, 128256)  # Llama-3.2-1B
 TINY_TARGET = Shape(240, 640, 7, 12, 6, 64, 4160)
 TINY_DRAFT = Shape(216, 128, 3, 12, 6, 32, 4160)
+
+
+def shapes(check: Check) -> tuple[Shape, Shape]:
+    """Target and draft."""
+    return (TINY_TARGET, TINY_DRAFT) if check.tiny else (LLAMA_8B, LLAMA_1B)
 
 
 def random_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> LlamaForCausalLM:
