@@ -32,7 +32,6 @@ from draftsmith.demo import corpus
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.objective import parse_objective
-from draftsmith.train.parallel import repeated_layers
 from draftsmith.train.trainees.head import Eagle3Trainee
 from draftsmith.train.trainees.lm import LMTrainee
 
@@ -228,8 +227,8 @@ def _eagle3(
     vocabulary = list(range(0, target.config.vocab_size, 4))
     head = torch.nn.Module.to(Eagle3Head.fresh(target, draft_vocab=vocabulary), check.device)
     head.float().train()
-    for module in repeated_layers(head) if compiled else ():
-        module.compile(dynamic=True)
+    if compiled:
+        head.midlayer.compile(dynamic=True)
     depths = 2 if check.tiny else 7
     trainee = Eagle3Trainee(
         head,
