@@ -16,7 +16,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import body_states, layout_of
 from draftsmith.core.io import JsonObject, read_manifest
 from draftsmith.core.models import load_model
-from draftsmith.core.ranks import is_main, say
+from draftsmith.core.ranks import is_main, on_main, say
 from draftsmith.core.settings import Sampling, loading, tokenizing
 from draftsmith.core.state_files import checkpoint_files
 from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tokenizer
@@ -61,7 +61,7 @@ def ask(engine: Engine, groups: Iterable[Sequence[Sequence[int]]], first: int = 
 
 
 def servers(config: DistillConfig, layers: Sequence[int], files: Files) -> Engine:
-    """Servers that write states of these layers into `files`, checked by the main process.
+    """Servers that write states of these layers into `files`, checked by every process.
 
     layers: ascending; the last is the raw last one.
     """
@@ -69,14 +69,16 @@ def servers(config: DistillConfig, layers: Sequence[int], files: Files) -> Engin
     assert engine.states is not None
     engine.states.layers = list(layers)
     engine.states.files = files
-    if is_main():
-        check(config, engine)
+    # One after the other: a row that is asked for alone must be alone.
+    on_main(lambda: check(config, engine))
+    if not is_main():
+        check(config, engine, local=False)
     return engine
 
 
-def check(config: DistillConfig, engine: Engine) -> None:
+def check(config: DistillConfig, engine: Engine, *, local: bool = True) -> None:
     """Begin to keep states. Raise RunError unless those of some rows are the same alone and beside
-    others, and those of a local forward where the target is small.
+    others, and those of a local forward where the target is small (`local`).
     """
     states = engine.states
     assert states is not None
@@ -93,13 +95,13 @@ def check(config: DistillConfig, engine: Engine) -> None:
             f"states: a row's differ by {apart:.0%} from those of a second request: they depend on "
             "what else is in their batch; serve with --max-num-seqs 1, or another version"
         )
+    states.open(found[0].dtype)
     files = checkpoint_files(config.target, config.revision)
     size = sum(file.stat().st_size for file in files)
     if size > _LARGEST:
         say(f"states: are not compared with a local forward of {size / 2**30:.0f} GiB")
-    else:
+    elif local:
         _compare(config, states.layers, list(zip(rows, found, strict=True)), tolerance)
-    states.open(found[0].dtype)
 
 
 def _compare(

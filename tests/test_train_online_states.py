@@ -124,6 +124,7 @@ def test_states_are_read_while_they_are_written(
         assert least + FIRST <= len(server.bodies) <= most + FIRST
     same(tmp_path / "near", far)
     assert max(sizes) < (gib or 1) * 2**30 and not list(tmp_path.glob("states/online-*"))
+    assert not list(tmp_path.glob("served/*"))
     assert "train: waited for states" in capsys.readouterr().err
 
 
@@ -156,10 +157,10 @@ def test_it_learns_as_beside_the_target(pair, far, tmp_path):
 @pytest.fixture
 def dying(tokenizer, monkeypatch):
     """`dying(states)`: a server that is gone after some rows."""
-    monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(openai, "PATIENCE_S", 3.0)
     monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(online_states, "_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(online_states, "_TIMEOUT_S", 3.0)
     monkeypatch.setattr(online_states, "_CONCURRENCY", 4)
 
     @contextmanager

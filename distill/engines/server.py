@@ -21,6 +21,7 @@ import operator
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 from urllib.parse import urljoin
 
@@ -34,7 +35,7 @@ from draftsmith.core.teacher_rows import pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
-from draftsmith.distill.engines.states import WITH_ANSWER
+from draftsmith.distill.engines.states import WITH_ANSWER, taken
 
 _LIST_TIMEOUT_S = 30.0
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is
@@ -323,7 +324,9 @@ class Server:
         for dialect in _candidates(completion, owners):
             for _ in range(_TRIALS):
                 try:
-                    await self.ask(client, trial, request, dialect)
+                    answered = await self.ask(client, trial, request, dialect)
+                    if answered.states is not None:
+                        taken(Path(answered.states))
                     if completion.teacher and completion.reshaped:
                         await self._check_raw(client, trial, request, dialect)
                 except NoAnswer as failure:

@@ -117,20 +117,7 @@ class StateWriter:
             self._say_cost()
 
     def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
-        lock = file.with_name(f"{file.name}.lock")
-        try:
-            if lock.exists():
-                # The engine holds it until the file is whole.
-                with lock.open() as held:
-                    fcntl.flock(held, fcntl.LOCK_SH)
-            found = load_file(file)
-            file.unlink()
-            lock.unlink(missing_ok=True)
-        except (OSError, SafetensorError) as error:
-            raise RunError(
-                f"states: {file}: cannot be read ({first_line(error)}); the engine must write on "
-                "this machine"
-            ) from None
+        found = taken(file)
         states_LTH = found["hidden_states"].transpose(0, 1).contiguous()
         if wrong := self._why_wrong(found["token_ids"].tolist(), states_LTH, ids):
             raise RunError(f"states: the engine's file of {len(ids) - 1} tokens {wrong}")
@@ -173,3 +160,22 @@ class StateWriter:
         """Write what is in memory."""
         if self.files is not None:
             self.files.close()
+
+
+def taken(file: Path) -> dict[str, Tensor]:
+    """Read and delete the file of a request. Raise RunError if it is not on this machine."""
+    lock = file.with_name(f"{file.name}.lock")
+    try:
+        if lock.exists():
+            # The engine holds it until the file is whole.
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH)
+        found = load_file(file)
+        file.unlink()
+        lock.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"states: {file}: cannot be read ({first_line(error)}); the engine must write on "
+            "this machine"
+        ) from None
+    return found

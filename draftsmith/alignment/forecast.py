@@ -3,6 +3,7 @@ most. Of a draft that cannot pay by the alpha of its training, only the acceptan
 """
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +33,7 @@ from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.draft_setup import is_untrained
-from draftsmith.train.features import FrozenTarget
+from draftsmith.train.features import StateMemory
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.optimizer import make_optimizer
 from draftsmith.train.trainees import TRAINEES
@@ -236,10 +237,10 @@ def _row_s(
     assert trainee.target is not None
     began = read = 0.0
     for _ in range(2):  # the first time kernels are loaded
+        trainee.target.memory = StateMemory(sys.maxsize, training=True)
         began = _now(target)
-        states = FrozenTarget.read(trainee.target, batch)
+        trainee.target.read(batch)
         read = _now(target)
-        trainee.target.read = lambda *_, states=states: states  # type: ignore[method-assign]
         trainee(batch).loss.backward()
     return read - began, _now(target) - read
 
