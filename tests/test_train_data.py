@@ -432,7 +432,7 @@ def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
 
 def chat_rows(first: int) -> list[Row]:
     """A chat of three turns, whose second answer has another end than the template writes; a third
-    turn whose history was rewritten, which begins as a sample of one token does; and another one.
+    turn whose history was rewritten; and samples of one token.
     """
     one = [first, 3, 4]
     two = [*one, 5, 6, 7, 30, 31]
@@ -453,7 +453,7 @@ def test_turns_of_a_chat_are_read_once_and_train_what_they_trained(tmp_path, cap
     apart = examples_of(tmp_path, "set", rows)
     once = chats_read_once(apart)
     assert once.sequences is not None
-    assert once.sequences == [[1, 2, 0], [4, 3], [5], [7, 8, 6], [10, 9], [11], [12]]
+    assert once.sequences == [[1, 2, 0], *([3], [4], [5]), [7, 8, 6], *([9], [10], [11], [12])]
     assert once.valid_tokens.sum() == apart.valid_tokens.sum()
     tokens = f"{apart.lengths.sum()} tokens of chats are read as {once.lengths.sum()}: turns once"
     assert tokens in capsys.readouterr().err

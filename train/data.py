@@ -368,32 +368,27 @@ def chats_read_once(examples: Examples) -> Examples:
         lengths=lengths,
         valid_tokens=np.array(valid_tokens, dtype=np.int64),
         domains=examples.domains[last],
-        digest=hash_json([examples.digest, "chats"]),
+        digest=hash_json([examples.digest, "turns"]),
     )
 
 
 def _turns(table: datasets.Dataset, rows: Sequence[int]) -> list[list[int]]:
-    """Divide rows of a chat into lists in which each row's prompt begins with the row before. The
-    last token of an answer may differ: it ends the answer.
+    """Divide rows of a chat into lists in which each row's prompt holds the row before, as
+    `earlier_turns` finds it.
     """
-    found: list[list[int]] = []
-    texts: list[list[int]] = []
-    tokens = {row: table[row] for row in rows}
-    for row in sorted(rows, key=lambda row: len(tokens[row]["prompt_ids"])):
-        prompt = tokens[row]["prompt_ids"]
-        earlier = [
-            place
-            for place, text in enumerate(texts)
-            if len(prompt) >= len(text) and prompt[: len(text) - 1] == text[:-1]
-        ]
-        if not earlier:
-            earlier = [len(found)]
-            found.append([])
-            texts.append([])
-        place = max(earlier, key=lambda place: len(texts[place]))
-        found[place].append(row)
-        texts[place] = document_tokens([tokens[row]])
-    return found
+    columns = table[rows]
+    prompts = columns["prompt_ids"]
+    answers = columns["response_ids"]
+    earlier = earlier_turns(prompts, answers)
+    ends = [len(ids) + len(said) for ids, said in zip(prompts, answers, strict=True)]
+    lists: dict[int, list[int]] = {}  # by the last row
+    for row in sorted(range(len(rows)), key=lambda row: len(prompts[row])):
+        turns = [turn for turn in earlier[row] if turn in lists]
+        # No position predicts for two rows.
+        turns = [each for each in turns if ends[each] <= len(prompts[row])]
+        before = lists.pop(turns[-1]) if turns else []
+        lists[row] = [*before, rows[row]]
+    return list(lists.values())
 
 
 def packed(examples: Examples, seed: int) -> Examples:
