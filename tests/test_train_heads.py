@@ -3,15 +3,17 @@ cached features.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface, Cache, DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import fingerprint
@@ -19,7 +21,9 @@ from draftsmith.core.state_files import FeatureCache, cached_layers
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.unrolled_attention import UNROLLED, attention
 from draftsmith.train.batch import IGNORE, Batch, LossSums
+from draftsmith.train.draft_setup import compile_layers
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
@@ -83,6 +87,52 @@ def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -
         chunk=4,
         **(OPTIONS[kind] | options),
     )
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What layers are compiled to, without a compiler behind it."""
+    found: list[Any] = []
+
+    def collect(graph: Any, _: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(plain, backend=collect))
+    monkeypatch.setitem(cast(Any, AttentionInterface)._global_mapping, UNROLLED, attention)
+    torch.compiler.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8):
+        yield found
+    torch.compiler.reset()
+
+
+OTHERS = ("mtp", "medusa", "hydra", "dflash", "dspark")
+
+
+@pytest.mark.parametrize(
+    "kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+)
+def test_rows_of_any_length_share_the_graphs_of_compiled_layers(kind, target, graphs):
+    depths: dict[str, Any] = {"test_steps": 4} if kind == "eagle3" else {}
+    plain, compiled = (trainee_of(kind, target, **depths) for _ in range(2))
+    compile_layers(compiled.draft)
+    made = []
+    for width, training in ((9, True), (9, False), (12, True), (20, False)):
+        batch = batch_of(ROWS if training else ROWS[:2], width)
+        with torch.set_grad_enabled(training):
+            wanted, found = (trainee.train(training)(batch) for trainee in (plain, compiled))
+        torch.testing.assert_close(found, wanted)
+        if training:
+            wanted.loss.backward()
+            found.loss.backward()
+        made.append(len(graphs))
+    assert 0 < made[0] and made[1] == made[-1]
+    for name, parameter in plain.draft.named_parameters():
+        torch.testing.assert_close(compiled.draft.get_parameter(name).grad, parameter.grad)
+    broken = counters["graph_break"]
+    assert len(broken) == (kind in ("eagle3", "mtp")) and all("attention" in why for why in broken)
 
 
 def batch_of(

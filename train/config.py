@@ -228,10 +228,8 @@ class TrainConfig(RunOptions, LargeTargetOptions):
         self._check_head()
 
     def _check_kind(self) -> None:
-        head = self.kind != "lm"
-        for key in ("draft_config", "torch_compile"):
-            if head and getattr(self, key):
-                raise InputError(f"{key}: is for kind lm, not {self.kind}")
+        if self.draft_config and self.kind != "lm":
+            raise InputError(f"draft_config: is for kind lm, not {self.kind}")
         if self.gradient_checkpointing and self.kind not in ("lm", *_UNROLLED_KINDS):
             raise InputError(
                 f"gradient_checkpointing: is for lm, {', '.join(_UNROLLED_KINDS)}, not {self.kind}"

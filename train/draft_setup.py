@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from draftsmith.core.divided_target import is_divided
 from draftsmith.core.errors import InputError, first_line
@@ -47,6 +53,8 @@ from draftsmith.drafts.draft_vocabulary import (
 from draftsmith.drafts.heads import HEADS, head_kind, load_head, write_head
 from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.heads.feature_head import FeatureHead
+from draftsmith.drafts.heads.medusa import ResBlock
+from draftsmith.drafts.heads.unrolled_attention import UNROLLED, attention
 from draftsmith.drafts.load import Draft
 from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
@@ -254,17 +262,32 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
         given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
         if config.gradient_checkpointing:
             cast(FeatureHead, draft).gradient_checkpointing = True
-        return TRAINEES[config.kind](draft, job.objective, job.target, **given)
-    if device.type == "cpu" and cache is None:
+    elif device.type == "cpu" and cache is None:
         # On a CPU only: documents run one at a time, which would leave another device idle.
         given["memory"] = StateMemory(_MEMORY_BYTES, _reuses_states(job))
-    trainee = TRAINEES["lm"](draft, job.objective, job.target, **given)
-    if config.gradient_checkpointing:
+    trainee = TRAINEES[config.kind](draft, job.objective, job.target, **given)
+    if config.gradient_checkpointing and isinstance(draft, PreTrainedModel):
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.torch_compile:
-        for module in parallel.repeated_layers(draft) or [draft]:
-            module.compile(dynamic=True)
+        compile_layers(draft)
     return trainee
+
+
+def compile_layers(draft: Draft) -> None:
+    """Compile each layer of a draft, or residual block of Medusa and Hydra, for rows of any length.
+
+    The attention of unrolled depths is left out: it would need a graph for each depth.
+    """
+    layers: Sequence[nn.Module] = [part for part in draft.modules() if isinstance(part, ResBlock)]
+    if isinstance(draft, FeatureHead):
+        layers = [draft.layer, *draft.deeper]
+        AttentionInterface.register(UNROLLED, torch.compiler.disable(attention))
+    layers = layers or parallel.repeated_layers(draft) or [draft]
+    # Layers of one class share the limit. Each may need graphs with and without gradients, and of
+    # two uses.
+    torch._dynamo.config.recompile_limit = 8 * len(layers)
+    for layer in layers:
+        layer.compile(dynamic=True)
 
 
 def _reuses_states(job: TrainingJob) -> bool:
