@@ -54,13 +54,13 @@ def test_it_is_what_a_step_takes(
     found: dict[str, int] = {}
     step = loop.training_step
 
-    def measured(job: Any, wrapped: Copies, number: int) -> dict[str, float]:
+    def measured(job: Any, wrapped: Copies, *given: Any) -> dict[str, float]:
         def pack(tensor: Tensor) -> Tensor:
             kept[tensor.untyped_storage()._cdata] = tensor
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            figures = step(job, wrapped, number)
+            figures = step(job, wrapped, *given)
         weights = {each.untyped_storage()._cdata for each in wrapped.trainee.parameters()}
         found["kept"] = bytes_of({key: kept[key] for key in kept.keys() - weights})
         found["draft"] = sum(each.nbytes for each in wrapped.trainee.parameters())

@@ -23,12 +23,11 @@ from draftsmith.train.teacher import StoredTeacher
 
 
 def make_batches(job: TrainingJob, step: int) -> list[Batch]:
-    """Return this process's batches of a step."""
+    """Return this process's batches of a step, on the CPU."""
     batches = []
     for rows_B, positions_B in zip(*_own_units(job, step), strict=True):
         seeds = [row_seed(job.config.seed, f"row {position}") for position in positions_B.tolist()]
-        batch = replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds))
-        batches.append(batch.to(job.world.device))
+        batches.append(replace(collate(job.training, rows_B), seeds_B=torch.tensor(seeds)))
     return batches
 
 

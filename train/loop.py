@@ -7,6 +7,9 @@ A killed run continues from `checkpoints/step_N`, bit for bit.
 import json
 import math
 import time
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,7 +26,7 @@ from draftsmith.core.signals import StopSignal
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.stats import independent_tau
 from draftsmith.train import checkpoint, parallel
-from draftsmith.train.batch import LossSums
+from draftsmith.train.batch import Batch, LossSums
 from draftsmith.train.batches import collate, heldout_batches, make_batches, reads
 from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.online_states import OnlineStates
@@ -51,12 +54,24 @@ def curves(sums: LossSums, prefix: str) -> dict[str, float]:
     return figures
 
 
-def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, float]:
+def batches_ahead(job: TrainingJob, step: int) -> Generator[list[Batch], None, None]:
+    """Yield the batches of the steps from `step` on; a thread makes the next ones meanwhile."""
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(make_batches, job, step)
+        for following in range(step + 1, job.steps + 1):
+            batches = coming.result()
+            if following < job.steps:
+                coming = thread.submit(make_batches, job, following)
+            yield batches
+
+
+def training_step(
+    job: TrainingJob, wrapped: Copies, step: int, batches: Sequence[Batch]
+) -> dict[str, float]:
     """Do one optimizer step; return its loss per valid token, gradient norm, rates, tokens and
     `curves`.
     """
     config = job.config
-    batches = make_batches(job, step)
     if job.cuts:
         rate = shortened_rate(config.optim, step, job.steps, job.cuts)
     else:
@@ -71,7 +86,7 @@ def training_step(job: TrainingJob, wrapped: Copies, step: int) -> dict[str, flo
     vectors = []
     for index, batch in enumerate(batches):
         with wrapped.accumulating(last=index == len(batches) - 1):
-            sums = wrapped.module(batch)
+            sums = wrapped.module(batch.to(job.world.device))
             # The wrappers average gradients over processes, which are equal within a group.
             # Multiply by the number of groups to get the sum, and divide by the number of valid
             # tokens of all: the loss is per token, not per process or batch (law 6).
@@ -118,8 +133,7 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
 
 def agree_to_stop(world: World, stop: StopSignal) -> None:
     """Set `stop.agreed` in every process if `stop.asked` is set in any."""
-    asked = torch.tensor(float(stop.asked > 0), device=world.device)
-    stop.agreed |= float(world.accelerator.reduce(asked, reduction="sum")) > 0
+    stop.agreed |= bool(world.summed(torch.tensor(stop.asked)))
 
 
 @dataclass
@@ -147,9 +161,13 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
         stop.held = True
         if run.position.step == 0:
             _evaluate_and_keep(job, wrapped, run)
-        with progress(f"train {job.objective.spec}", job.steps, run.position.step) as advance:
+        begun = run.position.step
+        with (
+            progress(f"train {job.objective.spec}", job.steps, begun) as advance,
+            closing(batches_ahead(job, begun)) as batches,
+        ):
             while run.position.step < job.steps and not run.position.stopped:
-                figures = _step_and_evaluate(job, wrapped, run)
+                figures = _step_and_evaluate(job, wrapped, run, batches)
                 agree_to_stop(job.world, stop)
                 position = run.position
                 due = position.step % job.config.save_every == 0
@@ -174,10 +192,12 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
     return run
 
 
-def _step_and_evaluate(job: TrainingJob, wrapped: Copies, run: Progress) -> dict[str, float]:
+def _step_and_evaluate(
+    job: TrainingJob, wrapped: Copies, run: Progress, batches: Iterator[list[Batch]]
+) -> dict[str, float]:
     """Do the next step, and the evaluation that is due behind it; return the step's figures."""
     started = time.perf_counter()
-    figures = training_step(job, wrapped, run.position.step)
+    figures = training_step(job, wrapped, run.position.step, next(batches))
     seconds = time.perf_counter() - started
     step = run.position.step + 1
     run.position = replace(run.position, step=step)

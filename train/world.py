@@ -68,8 +68,13 @@ class World:
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over all processes; those that hold a target together count once."""
-        own = values if leads_group() else torch.zeros_like(values)
-        summed: torch.Tensor = self.accelerator.reduce(own, reduction="sum")
+        return self.summed(values if leads_group() else torch.zeros_like(values))
+
+    def summed(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum over all processes, on the device; of a single one where the values are."""
+        if self.size == 1:
+            return values
+        summed: torch.Tensor = self.accelerator.reduce(values.to(self.device), reduction="sum")
         return summed
 
     @property
