@@ -211,11 +211,14 @@ class StoredStates(StateFiles):
     ) -> None:
         super().__init__(directory, fingerprint, state_names(target, layers), target.dtype)
         self._place = directory
-        if not self._file_of:
-            raise InputError(f"states: {directory}: {self._why_nothing()}")
+        self._check_any()
         self._norm = final_norm(target)
         self._target = target
         self._whole: dict[str, str] = {}
+
+    def _check_any(self) -> None:
+        if not self._file_of:
+            raise InputError(f"states: {self._place}: {self._why_nothing()}")
 
     def _why_nothing(self) -> str:
         files = sorted(Path(self._place).glob(f"*/{_IDENTITY}"))
