@@ -5,13 +5,15 @@ length shows it, and a second reading is like the first.
 import argparse
 import inspect
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 import draftsmith as ds
-from benchmarks.lib.engines import llama_server
+from benchmarks.lib.engines import llama_server, vllm_server
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.layouts import gguf_file
 from draftsmith.serving.asking import AGAIN, SHARED
@@ -56,6 +58,28 @@ def is_named_by_its_length(found: dict[str, Any]) -> None:
     assert away[:2] == [0, 0] and away[3] >= 0 and away[4] > 0.2, by_length
     for name in (AGAIN, SHARED):
         assert found["readings"][name]["difference"]["value"] == pytest.approx(0, abs=0.05)
+
+
+def test_a_window_of_64_in_vllm(tmp_path):
+    python = engine("vllm")
+    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype="float32")
+    shape = model.config.to_dict()
+    for key in ("model_type", "architectures"):
+        del shape[key]
+    shape["layer_types"] = ["sliding_attention"] * model.config.num_hidden_layers
+    shape["sliding_window"] = CUT
+    draft = MistralForCausalLM(MistralConfig(**shape))
+    draft.load_state_dict(model.state_dict())
+    draft.save_pretrained(tmp_path / "draft")
+    for file in TARGET.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "draft")
+    drafting = {"method": "draft_model", "model": str(tmp_path / "draft")}
+    words = ["--model", str(TARGET), "--dtype", "float32", "--enforce-eager"]
+    words += ["--speculative-config", json.dumps(drafting | {"num_speculative_tokens": 3})]
+    # With caches of two kinds, vLLM 0.32 answers long prompts otherwise than its target alone.
+    words += "--disable-hybrid-kv-cache-manager --max-model-len 512 --max-num-seqs 2".split()
+    with vllm_server(python, words) as port:
+        is_named_by_its_length(ask(tmp_path, port))
 
 
 def test_attention_that_breaks_at_64_in_llama_cpp(tmp_path, monkeypatch):
