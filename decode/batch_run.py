@@ -31,6 +31,7 @@ from draftsmith.decode.stats import DecodeStats
 from draftsmith.decode.tree import Drawing, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify.copies import along_copies, beside
 from draftsmith.decode.verify.exact import follow
 from draftsmith.decode.verify.tree_walk import Walk
 
@@ -182,7 +183,9 @@ class BatchRun:
         drawing: Drawing = "deterministic" if greedy else parts.drawing
         self.num_draft_uniforms = 0 if drawing == "deterministic" else parts.tree.size
         most = parts.verifier.uniforms(_widest(parts.tree))
-        self.num_uniforms = self.num_draft_uniforms + most
+        # The longest copy; its uniforms come last.
+        self.num_copied = parts.tree.depth if parts.proposer and parts.proposer.copies else 0
+        self.num_uniforms = self.num_draft_uniforms + most + self.num_copied
         vocabulary = vocabulary_size(parts.target)
         self.seen = Seen.of(prompts, vocabulary, options.sampling, runner.device)
         self.session = self._start(prompts, drawing)
@@ -194,7 +197,7 @@ class BatchRun:
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
-        room = options.max_new_tokens + parts.tree.size + 1
+        room = options.max_new_tokens + parts.tree.size + self.num_copied + 1
         known = [prompt[:-1] for prompt in prompts]
         hidden = self.runner.prefill(known, room, self.hidden_layers)
         if parts.proposer is None:
@@ -209,6 +212,7 @@ class BatchRun:
             device=self.runner.device,
             vocabulary=vocabulary_size(parts.target),
             compile=parts.compile,
+            trees=not self.runner.takes_absent,
         )
         return parts.proposer.start(setup)
 
@@ -243,7 +247,7 @@ class BatchRun:
                 self._handover.check_drafted(proposal, drawn=draft_u_BN is not None)
         self.runner.open()
         judged = self._judge(proposal, verify_u_BU)
-        return self._record(judged, proposal.copied or (False,) * len(self.batch))
+        return self._record(judged)
 
     def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
         """Score and verify a proposal; by less than the functions of tensors where that does."""
@@ -264,8 +268,8 @@ class BatchRun:
         verifier = self._rule_for(proposal)
         foreign = self._foreign_rule
         sampling = self.options.sampling
-        bound = self.runner.bind(self._block(proposal.tree), hidden_layers=self.hidden_layers)
-        least = self._least
+        bound = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
+        least, most_copied = self._least, self.num_copied
 
         def step(
             last_B1: Tensor,
@@ -276,22 +280,33 @@ class BatchRun:
         ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
             logits_BMV, hidden = bound.run(_target_inputs(last_B1, proposal, least), inputs)
             forwarded = _penalised(logits_BMV, sampling, proposal, seen), hidden
-            return _verify(verifier, sampling, proposal, forwarded, u_BU, checks=foreign)
+            return _verify(
+                verifier, sampling, proposal, forwarded, u_BU, most_copied, checks=foreign
+            )
 
         name = ("verify", bound.name, sampling, verifier.name)
         facts, p_BMV, states = self.runner.call(
             name, step, self._last_B1(), proposal, bound.inputs, u_BU, self.seen
         )
         finite_B: list[int] = []
-        walks = []
+        walks: list[Walk] = []
+        own_BC: list[list[int]] = []
         depth = proposal.tree.depth
         # One transfer, so that a step waits only once.
         for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
             finite_B.append(finite)
             emitted = rest[depth : depth + accepted + 1]
             walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
+            own_BC.append(rest[2 * depth + 1 :])
         if foreign:
             self._handover.check_walks(walks, proposal)
+        if proposal.num_copied:
+            walks = along_copies(proposal, walks, own_BC)
+            places = []
+            for walk in walks:
+                start = 1 + depth * walk.copied
+                places.append(list(range(start, start + len(walk.path))))
+            states = _on_path(states, _indices(places, self.runner.device))
         return _Judged(finite_B, walks, states, lambda: p_BMV[:, :nodes])
 
     def _follow_on_host(self, proposal: Proposal) -> _Judged:
@@ -300,13 +315,14 @@ class BatchRun:
         """
         logits_BMV, hidden = self._scored(proposal)
         best = largest(logits_BMV, 1)
-        walks = follow(proposal, best.indices[..., 0].tolist())
+        nodes = proposal.tokens_BM.shape[1]
+        best_BM = best.indices[..., 0].tolist()
+        walks = along_copies(proposal, follow(proposal, best_BM), [row[nodes:] for row in best_BM])
         largest_BM = best.values[..., 0]
         finite_B = _finite(largest_BM, proposal.finite)
         if hidden:
-            depth = proposal.tree.depth
-            paths = [walk.path + [0] * (depth - len(walk.path)) for walk in walks]
-            hidden = _on_path(hidden, torch.tensor(paths, dtype=torch.long))
+            paths = [walk.path for walk in walks]
+            hidden = _on_path(hidden, _indices(paths, self.runner.device))
         sampling = self.options.sampling
         return _Judged(finite_B.tolist(), walks, hidden, lambda: probs(logits_BMV, sampling))
 
@@ -322,17 +338,18 @@ class BatchRun:
 
     def _scored(self, proposal: Proposal) -> Forwarded:
         tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
-        block = self._block(proposal.tree)
+        block = self._block(proposal)
         logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
         return _penalised(logits_BMV, self.options.sampling, proposal, self.seen), hidden
 
     def _last_B1(self) -> Tensor:
         return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)
 
-    def _block(self, tree: TreeBatch) -> Block:
+    def _block(self, proposal: Proposal) -> Block:
+        tree, copied = proposal.tree, proposal.num_copied
         if tree.rows == 1 and not self.parts.tree.grows:
-            return _static_block(tree)
-        return _block_of(tree, static=False)
+            return _static_block(tree, copied)
+        return _block_of(tree, copied, static=False)
 
     def _rule_for(self, proposal: Proposal) -> Verifier:
         """Return the rule for all rows of a step: `exact` if the proposer drafts nothing and the
@@ -345,7 +362,7 @@ class BatchRun:
         takes = proposal.tree.depth or proposal.drawing in verifier.drawings
         return verifier if takes else VERIFIERS["exact"]
 
-    def _record(self, judged: _Judged, copied: Sequence[bool]) -> list[_Row]:
+    def _record(self, judged: _Judged) -> list[_Row]:
         for index, row in enumerate(self.batch):
             finite = judged.finite_B[index]
             if finite != _ALL_FINITE:
@@ -358,7 +375,7 @@ class BatchRun:
                     f"the {name} gave logits that are not finite {where}; its weights are "
                     "damaged or need float32"
                 )
-            self._emit(row, judged.walks[index], copied[index])
+            self._emit(row, judged.walks[index])
         indices = [index for index, row in enumerate(self.batch) if row.finish_reason]
         ended = [self.batch[index] for index in indices]
         if len(ended) == len(self.batch):
@@ -380,7 +397,7 @@ class BatchRun:
             self.session.select_rows(left)
         return ended
 
-    def _emit(self, row: _Row, walk: Walk, copied: bool) -> None:
+    def _emit(self, row: _Row, walk: Walk) -> None:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         options = self.options
         room = options.max_new_tokens - len(row.ids)
@@ -414,8 +431,8 @@ class BatchRun:
             depth_sum=walk.offered,
             accepted_by_depth=(1,) * drafted,
             reached_by_depth=(1,) * reached,
-            copied_calls=int(copied),
-            copied_accepted=drafted * copied,
+            copied_calls=int(walk.copied),
+            copied_accepted=drafted * walk.copied,
         )
         row.last = tokens[-1]
         if options.on_tokens is not None:
@@ -423,7 +440,7 @@ class BatchRun:
 
 
 def _target_inputs(last_B1: Tensor, proposal: Proposal, least: int) -> Tensor:
-    drafted_BN = proposal.tokens_BM[:, 1:].clamp(min=least)
+    drafted_BN = proposal.whole_BM[:, 1:].clamp(min=least)
     return torch.cat([last_B1, drafted_BN], dim=1)
 
 
@@ -433,7 +450,8 @@ def _penalised(
     """Return the logits at each node, given the text and the path to it."""
     if seen is None:
         return logits_BMV
-    at = seen.in_tree(proposal.tokens_BM, proposal.tree.sees_RMM)
+    tree = beside(proposal.tree, proposal.num_copied)
+    at = seen.in_tree(proposal.whole_BM, tree.sees_RMM)
     return penalised(logits_BMV, sampling, at)
 
 
@@ -443,16 +461,24 @@ def _verify(
     proposal: Proposal,
     forwarded: Forwarded,
     u_BU: Tensor | None,
+    most_copied: int,
     *,
     checks: bool,
 ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """Verify a scored proposal. Return the facts that the host needs, integers `[B, ...]`; the
-    target's distributions `[B, M, V]`; and its states at the root and on the accepted path, `[B, D
-    + 1, H]` per layer.
+    target's distributions `[B, M, V]`; and its states at the root, on the accepted path and at
+    copied nodes, `[B, 1 + D + C, H]` per layer. most_copied: uniforms for copies, the last ones.
     """
     logits_BMV, hidden = forwarded
     p_BMV = probs(logits_BMV, sampling)
-    verdict = verifier.run(proposal, p_BMV, u_BU)
+    nodes = proposal.tokens_BM.shape[1]
+    p_BCV = p_BMV[:, nodes:]
+    if u_BU is None:
+        own_BC = largest(p_BCV, 1).indices[..., 0]
+    else:
+        u_BU, u_BC = u_BU.tensor_split([u_BU.shape[1] - most_copied], dim=1)
+        own_BC = draw(p_BCV, u_BC[:, : proposal.num_copied])
+    verdict = verifier.run(proposal, p_BMV[:, :nodes], u_BU)
     if checks:
         check_verdict(verifier.name, verdict, proposal)
     exists_BM = proposal.tokens_BM >= 0
@@ -462,14 +488,23 @@ def _verify(
     offered_B = (exists_BM * depths_RM).amax(1)
     counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
     counts_B5 = torch.stack(counts, dim=1)
-    facts = torch.cat([counts_B5, verdict.nodes_BD, verdict.tokens_BD1], dim=1)
-    return facts, p_BMV, _on_path(hidden, verdict.nodes_BD)
+    facts = torch.cat([counts_B5, verdict.nodes_BD, verdict.tokens_BD1, own_BC], dim=1)
+    copies_C = torch.arange(nodes, p_BMV.shape[1], device=p_BMV.device)
+    nodes_BD = torch.cat([verdict.nodes_BD, copies_C.expand(len(p_BMV), -1)], dim=1)
+    return facts, p_BMV, _on_path(hidden, nodes_BD)
 
 
 def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
     """Return states at the root and at these nodes."""
     path_BD1 = pad(nodes_BD, (1, 0)).unsqueeze(2)
     return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
+
+
+def _indices(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the nodes of each row's path, with zeros behind shorter ones."""
+    depth = max(map(len, paths))
+    padded = [[*path, *[0] * (depth - len(path))] for path in paths]
+    return torch.tensor(padded, dtype=torch.long, device=device)
 
 
 def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
@@ -481,8 +516,9 @@ def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
     return target_B + 2 if draft is None else target_B + 2 * draft
 
 
-def _block_of(tree: TreeBatch, *, static: bool) -> Block:
-    """Return the target's block of a tree."""
+def _block_of(tree: TreeBatch, copied: int, *, static: bool) -> Block:
+    """Return the target's block of a tree with `copied` tokens beside it."""
+    tree = beside(tree, copied)
     return Block(pad(tree.depths_RN, (1, 0)), tree.sees_RMM, static=static)
 
 

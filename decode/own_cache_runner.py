@@ -122,7 +122,7 @@ class OwnCacheRunner(Runner):
         hidden_layers: Sequence[int] = (),
         features_BqH: Tensor | None = None,
     ) -> Forwarded:
-        """Forward the chain `tokens_Bq`, whose absent tokens are -1; their logits and states are 0.
+        """Forward the chain `tokens_Bq` without absent tokens, -1, whose logits and states are 0.
 
         See `Runner.forward`.
         """
@@ -134,13 +134,14 @@ class OwnCacheRunner(Runner):
             present = self._present(row, tokens[lead:])
             certain = 0 if self._fed else self._certain
             logits_1nV, hidden = self._extend(self.rows[row], present, certain, hidden_layers)
-            behind = queries - lead - len(present)
+            places = [place for place in range(lead, queries) if tokens[place] >= 0]
+            places = places[: len(present)]
             if keep_logits:
                 logits_1nV = logits_1nV[:, -keep_logits:]
                 logits.append(logits_1nV)
             else:
-                logits += _padded([logits_1nV], lead, behind)
-            states.append(_padded(hidden, lead, behind))
+                logits.append(_placed(logits_1nV, places, queries))
+            states.append(tuple(_placed(state, places, queries) for state in hidden))
         self._fed = True
         return torch.cat(logits), joined(states)
 
@@ -173,8 +174,7 @@ class OwnCacheRunner(Runner):
         """Return the tokens that exist and fit the context. Predictions beyond it are discarded,
         and not every model can make them.
         """
-        if -1 in tokens:
-            tokens = tokens[: tokens.index(-1)]
+        tokens = [token for token in tokens if token >= 0]
         if self.limit is not None:
             tokens = tokens[: max(self.limit - len(self.rows[row].text), 0)]
         return tokens
@@ -277,6 +277,13 @@ class OwnCacheRunner(Runner):
 
 def _padded(states: Sequence[Tensor], before: int, behind: int) -> tuple[Tensor, ...]:
     return tuple(pad(state_1nH, (0, 0, before, behind)) for state_1nH in states)
+
+
+def _placed(state_1nH: Tensor, places: Sequence[int], queries: int) -> Tensor:
+    """Return states `[1, queries, H]`: these at their places, else 0."""
+    placed = state_1nH.new_zeros(1, queries, state_1nH.shape[2])
+    placed[:, places] = state_1nH
+    return placed
 
 
 @contextmanager

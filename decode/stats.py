@@ -17,7 +17,7 @@ class DecodeStats:
     tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
     reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and depth d
     offered a token that could still be emitted. copied_calls, copied_accepted: target_calls and
-    accepted of the steps in which lookup copied before a draft was asked.
+    accepted of the steps that went on along a copy beside a draft.
     """
 
     target_calls: int = 0

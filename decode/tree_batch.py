@@ -123,28 +123,6 @@ def batch_of(
     )
 
 
-def mix(of_first_B: Tensor, first: TreeBatch, second: TreeBatch) -> TreeBatch:
-    """One tree per row: of `first` in the rows of the mask, else of `second`. The widths of one
-    must begin with those of the other.
-    """
-    rows = len(of_first_B)
-    nodes = max(first.parents_RN.shape[1], second.parents_RN.shape[1])
-    most = max(first.children_RMK.shape[2], second.children_RMK.shape[2])
-    mine = first.padded(rows, nodes, most)
-    others = second.padded(rows, nodes, most)
-    mixed: dict[str, Tensor] = {}
-    for name in ("parents_RN", "depths_RN", "children_RMK", "groups_RM", "sees_RMM"):
-        mixed[name] = mix_rows(of_first_B, getattr(mine, name), getattr(others, name))
-    return TreeBatch(**mixed, widths=max(first.widths, second.widths, key=len))
-
-
-def mix_rows(of_first_B: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The rows of `first` where the mask is true, else those of `second`."""
-    mixed = second.clone()
-    mixed[of_first_B] = first[of_first_B]
-    return mixed
-
-
 def grow_batch(parents_BN: Tensor, exists_BN: Tensor, depth: int, most: int) -> TreeBatch:
     """Arrays of one tree per row, built on the device of `parents_BN` without the host waiting for
     it.

@@ -47,8 +47,7 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     draft: NotIdentity[list[Model]] = field(default_factory=list)
     """A draft model (local directory or hub name), several of them, a head, `mtp` (the layer for
     multi-token prediction in the target's own checkpoint), a method without weights
-    (prompt_lookup, lookahead, retrieval:FILE), or prompt_lookup+DRAFT: lookup, and the draft where
-    it finds nothing.
+    (prompt_lookup, lookahead, retrieval:FILE), or prompt_lookup+DRAFT: lookup beside the draft.
     """
     proposer: Named = None
     """What drafts; --help=all lists them. Default: what --draft is, else none: the target alone."""

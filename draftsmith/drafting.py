@@ -24,7 +24,7 @@ from draftsmith.drafts.heads import HEADS
 class DraftingMethod:
     """A proposer, its tree (`tree` as written, `shape` as used) and its verifier.
 
-    lookup_first: prompt lookup drafts where it finds something, else the proposer.
+    lookup_first: prompt lookup copies beside the proposer.
     """
 
     proposer: str

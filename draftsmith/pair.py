@@ -227,8 +227,8 @@ def load_pair(
     """Load a target and any number of drafts, and check that they belong together.
 
     target, draft: local directories or hub names; a draft is a language model or a head. Several
-    language models draft together; `{name: source}` gives them names. To try prompt lookup before
-    the draft: `generate(..., proposer="prompt_lookup")`. fast: use packed weights and the lean
+    language models draft together; `{name: source}` gives them names. To copy beside the
+    draft: `generate(..., proposer="prompt_lookup")`. fast: use packed weights and the lean
     Llama forward on a CPU; outputs change by rounding only. compile: record every step as a CUDA
     graph (True), or compile it first with a torch.compile backend (its name); the first outputs
     then take longer.
@@ -337,7 +337,7 @@ class Pair:
         num_samples: outputs per prompt, in a list; default one, without a list.
         draft: names of the pair's drafts to use; default all, [] for none.
         proposer, tree, verifier: names as in `draftsmith decode --help`, or objects of your own;
-        default: what suits the drafts. prompt_lookup drafts before the drafts. A tree may be a
+        default: what suits the drafts. prompt_lookup copies beside the drafts. A tree may be a
         depth, or a tuple of children by level.
         datastore: file to retrieve from.
         temperature, top_p, top_k, min_p: default as in the target's generation_config.json, else

@@ -69,8 +69,8 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     draft: Drafts
     """Drafts to compare, each MODEL or NAME=MODEL: a language model, a head,
     `mtp` (the target's own MTP layer), or a method without weights: prompt_lookup, lookahead,
-    retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup, and the model
-    where it finds nothing. Lookahead has its own tree and no alpha. One NAME= several times, or
+    retrieval:FILE (FILE as --datastore of decode), and prompt_lookup+MODEL: lookup beside the
+    model. Lookahead has its own tree and no alpha. One NAME= several times, or
     with a pattern (*): training seeds of one draft.
     """
     id: Named
@@ -173,8 +173,8 @@ class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions)
     """Target model: a local directory or hub name."""
     draft: Model
     """Draft: a language model or a head; or, with --out, prompt_lookup, lookahead,
-    retrieval:FILE (FILE as --datastore of decode), or prompt_lookup+DRAFT: lookup, and the draft
-    where it finds nothing.
+    retrieval:FILE (FILE as --datastore of decode), or prompt_lookup+DRAFT: lookup beside the
+    draft.
     """
     prompts: Prompts
     """Prompts like those that you will serve."""

@@ -1,5 +1,5 @@
-"""Drafts that copy from the text, alone or before a model drafts: what they would have proposed
-along the target's own continuations.
+"""Drafts that copy from the text, alone or beside a model: what they would have proposed along the
+target's own continuations.
 
 A copied token y has q(y) = 1, so alpha at its position is p(y), and 0 where nothing is proposed.
 Given that the text's token x was output, it was accepted if and only if it is y.
@@ -8,7 +8,7 @@ Legend: N positions, V vocabulary, P prompts, L positions of the longest continu
 ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from draftsmith.core.documents import read_documents
 from draftsmith.core.tokenization import Tokenizer
-from draftsmith.decode import PROPOSERS, LookupFirst, PromptLookupProposer, Tree, TreeShape
-from draftsmith.decode.propose.lookup_first import LEAST_MATCH
+from draftsmith.decode import PROPOSERS, LookupFirst, PromptLookupProposer
+from draftsmith.decode.propose.lookup_first import copy_at
 from draftsmith.decode.propose.network_proposer import NetworkProposer
+from draftsmith.decode.propose.prompt_lookup import NgramIndex
 from draftsmith.decode.propose.protocol import Proposer
 from draftsmith.decode.propose.text_proposer import TextProposer, Trie
 from draftsmith.decode.suffix_index import SuffixIndex
@@ -59,7 +60,7 @@ class CopyingDraft:
 
 @dataclass(frozen=True, eq=False)
 class JoinedDraft:
-    """Prompt lookup first, a model where it finds nothing."""
+    """Prompt lookup beside a model, or alone after a long match."""
 
     model: Draft
 
@@ -101,63 +102,52 @@ def proposer_of(draft: AnyDraft) -> Proposer:
     return PROPOSERS[kind_of(draft)].make(draft)
 
 
-def copier_of(draft: CopyingDraft | JoinedDraft) -> TextProposer:
-    """Return what copies for a draft."""
-    if isinstance(draft, JoinedDraft):
-        return PromptLookupProposer(min_ngram=LEAST_MATCH)
-    copier = proposer_of(draft)
-    assert isinstance(copier, TextProposer)
-    return copier
-
-
-def copies_fit(tree: TreeShape) -> bool:
-    """Whether the first candidates of a tree reach its depth, as a copied chain does."""
-    if not isinstance(tree, Tree):
-        return False
-    node = 0
-    for _ in range(tree.depth):
-        below = tree.children[node]
-        if not below:
-            return False
-        node = below[0]
-    return True
-
-
 def copied_tokens(
-    texts: Sequence[Continuation], depths: int, copier: TextProposer
-) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """Return what was proposed as a chain below every position of some texts, `[D, P, L]`.
+    texts: Sequence[Continuation], depths: int, draft: CopyingDraft | JoinedDraft, *, trees: bool
+) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Floats]:
+    """Return what a draft copies as a chain below every position of some texts, `[D, P, L]`, and 1
+    where that stands alone, without the model beside it, `[1, P, L]`.
 
     Entry (d, i, t) was proposed for token t of text i from d tokens before; -1 if nothing was.
+    trees: whether the target verifies trees.
     """
     longest = max(len(text.output_ids) for text in texts)
     tokens_DPL = np.full((depths, len(texts), longest), -1)
-    tree = chain(depths)
+    alone_1PL = np.zeros((1, len(texts), longest))
+    joined = isinstance(draft, JoinedDraft)
+    copier = PromptLookupProposer() if joined else proposer_of(draft)
+    assert isinstance(copier, TextProposer)
     for i, text in enumerate(texts):
         row = copier.row(text.prompt_ids)
         for root, token in enumerate(text.output_ids):
-            trie = Trie(tree)
-            row.draft(trie)
-            proposed = trie.flatten().tokens[: len(text.output_ids) - root]
-            for d, copied in enumerate(proposed):
-                tokens_DPL[d, i, root + d] = copied
+            if joined:
+                assert isinstance(row, NgramIndex)
+                copied, alone_1PL[0, i, root] = copy_at(row, depths, trees=trees)
+            else:
+                trie = Trie(chain(depths))
+                row.draft(trie)
+                copied = list(trie.flatten().tokens)
+            for d, proposed in enumerate(copied[: len(text.output_ids) - root]):
+                tokens_DPL[d, i, root + d] = proposed
             row.read([token])
-    return tokens_DPL
+    return tokens_DPL, alone_1PL
 
 
 def copied_traces(
     texts: Sequence[Continuation],
     p_NV: Tensor,
     depths: int,
-    rules: Sequence[str],
-    copier: TextProposer,
+    rules: Iterable[str],
+    draft: CopyingDraft | JoinedDraft,
+    *,
+    trees: bool = True,
 ) -> Traces:
     """Return the traces of what copies, on texts whose target distributions are `p_NV`.
 
     p: at every position of the texts, one after another. rules: those of `ranks_needed`; on a
     chain each accepts the one candidate alike.
     """
-    tokens_DPL = copied_tokens(texts, depths, copier)
+    tokens_DPL, alone_1PL = copied_tokens(texts, depths, draft, trees=trees)
     lengths_P = np.array([len(text.output_ids) for text in texts])
     x_PL = np.full(tokens_DPL.shape[1:], OUTSIDE)
     for i, text in enumerate(texts):
@@ -172,7 +162,7 @@ def copied_traces(
     alpha_1PL[0, inside_PL] = p_y_N1[:, 0].double().cpu()
     values: dict[str, Floats] = dict.fromkeys(("alpha", "greedy", "match"), alpha_1PL)
     values |= {"missing": np.zeros_like(alpha_1PL), "offers": offers_DPL}
-    values |= {"copied": offers_DPL, "copied_alpha": alpha_1PL}
+    values |= {"copied": offers_DPL, "copied_alpha": alpha_1PL, "alone": alone_1PL}
     # No rank has the order of a token that was not copied.
     order_DPL = np.where(same_DPL == 1, 1, np.inf)
     values |= {"ratio": same_DPL, "order": order_DPL, "belief": same_DPL}
@@ -181,27 +171,22 @@ def copied_traces(
 
 
 def joined_traces(copied: Traces, drafted: Traces) -> Traces:
-    """Return the traces of lookup first: those of lookup below roots at which it proposes, else
-    those of the model.
+    """Return the traces of a model with lookup beside it: those of the model, and of the copies.
 
-    A trace of the model without depths holds at every depth. Two more values, as of `Traces`:
-    * drafted: 1 where lookup proposed nothing
-    * drafted_alpha: alpha there, else 0
+    alpha is without bias: where a copy is the text's token, it adds the chance that the model's was
+    refused. Four more values, as of `Traces`:
+    * alone: 1 where the model is left out
+    * copied_same: 1 where a copied token is the text's
+    * drafted: 1 where the model drafted
+    * drafted_alpha: its alpha there, else 0
     """
-    copied_DPL = copied.values["copied"]
-    drafted_DPL = 1 - copied_DPL
-    values: dict[str, Floats] = {
-        "copied": copied_DPL,
-        "copied_alpha": copied.values["copied_alpha"],
-        "drafted": drafted_DPL,
-        "drafted_alpha": drafted_DPL[:1] * drafted.values["alpha"],
-    }
-    for key, drafted_values in drafted.values.items():
-        from_copy = copied.values[key]
-        here = copied_DPL[: len(from_copy)] == 1
-        if drafted_values.ndim == 4:
-            more_ranks = drafted_values.shape[3] - from_copy.shape[3]
-            from_copy = np.pad(from_copy, ((0, 0), (0, 0), (0, 0), (0, more_ranks)))
-            here = here[..., None]
-        values[key] = np.where(here, from_copy, drafted_values)
-    return Traces(drafted.lengths_P, False, values)
+    copies = {key: copied.values[key] for key in ("copied", "copied_alpha", "alone")}
+    same_DPL = copied.values["ratio"]
+    refused_1PL = 1 - np.minimum(1, drafted.values["ratio"][:1])
+    drafted_1PL = 1 - copies["alone"]
+    drafted_alpha = drafted_1PL * drafted.values["alpha"]
+    more = drafted_1PL * same_DPL[:1] * refused_1PL
+    alpha = drafted_alpha + more + copies["alone"] * copies["copied_alpha"]
+    values = {"alpha": alpha, "copied_same": same_DPL}
+    values |= {"drafted": drafted_1PL, "drafted_alpha": drafted_alpha}
+    return Traces(drafted.lengths_P, drafted.any_depth, drafted.values | copies | values)

@@ -42,7 +42,7 @@ MOST_NODES = 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
-# Of a joined draft: calls in which lookup copied, tokens accepted from lookup and from the model.
+# Of a joined draft: calls in which the copy went further, tokens accepted in these, in the others.
 BY_SOURCE = ("copied_calls", "copied_accepted", "drafted_accepted")
 
 

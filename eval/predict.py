@@ -70,6 +70,7 @@ class Traces:
     * every rule of `ranks_needed`, `[D, P, L, K]`: the chance that x was accepted at each rank
     * offers, of a draft that may propose nothing: 1 if it proposed a token there
     * copied and copied_alpha, of a draft that copies: 1 if it copied there; alpha if so, else 0
+    * those of `copying.joined_traces`, of a model with lookup beside it
     """
 
     lengths_P: NDArray[np.int64]
@@ -206,6 +207,15 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
         sure = at(traces.values["belief"], level - 1) if tree.stop else one_PL
         belief.append(belief[parent + 1] * sure)
         accepted[level] += here
+    if "copied_same" in traces.values:
+        # A step accepts what the better of copy and draft would.
+        alone_PL = traces.values["alone"][0]
+        run_PL = one_PL * inside_PL
+        for level in range(1, tree.depth + 1):
+            on_offer_PL = run_PL * at(traces.values["copied"], level - 1)
+            run_PL = run_PL * at(traces.values["copied_same"], level - 1)
+            offered[level] = np.maximum(offered[level] * (1 - alone_PL), on_offer_PL)
+            accepted[level] = np.maximum(accepted[level] * (1 - alone_PL), run_PL)
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
     ends = dict(enumerate(accepted[:-1] - accepted[1:], 1))
     calls_PL, square_PL = _calls(ends, inside_PL)

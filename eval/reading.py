@@ -27,7 +27,7 @@ from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from draftsmith.core.state_files import StoredStates, cached_layers
-from draftsmith.decode import Tree
+from draftsmith.decode import Tree, takes_trees
 from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.borrowed import borrow
@@ -46,8 +46,6 @@ from draftsmith.eval.copying import (
     CopyingDraft,
     JoinedDraft,
     copied_traces,
-    copier_of,
-    copies_fit,
     joined_traces,
     model_of,
 )
@@ -83,10 +81,10 @@ class AlphaMeasurement(TypedDict):
     # By method, the counts expected of decoding with it.
     predicted: dict[str, PredictedCounts]
     diagnosis: Diagnosis | None
-    # Of a draft that copies, alone or before a model: positions with a copy, and alpha there.
+    # Of a draft that copies, alone or beside a model: positions with a copy, and alpha there.
     copied: NotRequired[list[float]]
     copied_sum: NotRequired[list[float]]
-    # Of the model behind it, at the other positions.
+    # Of the model beside it, where it is asked.
     drafted: NotRequired[list[float]]
     drafted_sum: NotRequired[list[float]]
 
@@ -344,7 +342,8 @@ class Reader:
         if not isinstance(draft, CopyingDraft | JoinedDraft):
             assert own is not None
             return own
-        copied = copied_traces(batch.rows, p_NV, self.depths, list(self.ranks), copier_of(draft))
+        trees = takes_trees(self.target)
+        copied = copied_traces(batch.rows, p_NV, self.depths, self.ranks, draft, trees=trees)
         return copied if own is None else joined_traces(copied, own)
 
     def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:
@@ -399,7 +398,7 @@ class Reader:
             values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
             lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
             values["missing"] = lacking_NV.sum(1, keepdim=True)
-            # A model that drafts only behind lookup is not observed.
+            # A model that drafts only beside lookup is not observed.
             if not self._joins(drafted.name):
                 at = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
                 seen = {key: observe(at) for key, observe in self.observers.items()}
@@ -505,4 +504,4 @@ def _is_read(draft: AnyDraft, method: Method) -> bool:
         return method.is_chain  # what it proposes beside the first candidate is not read
     # A stop ends a copy by its counts, which the traces do not hold.
     stops = isinstance(method.shape, Tree) and method.shape.stop > 0
-    return not isinstance(draft, JoinedDraft) or (copies_fit(method.shape) and not stops)
+    return not (isinstance(draft, JoinedDraft) and stops)

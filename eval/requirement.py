@@ -27,7 +27,7 @@ class Scope:
     """Names of what an evaluation measures, from which a requirement selects.
 
     methods: tree and verifier of each method, by draft; runs of several seeds, and their means, are
-    drafts. copying: the drafts that copy, alone or before a model.
+    drafts. copying: the drafts that copy, alone or beside a model.
     """
 
     base: str

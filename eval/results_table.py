@@ -82,7 +82,7 @@ class ResultsTable:
         return self.models[draft]["parameters"] == 0
 
     def copies_first(self, draft: str) -> bool:
-        """Whether a draft copies from the text, alone or before a model drafts."""
+        """Whether a draft copies from the text, alone or beside a model."""
         return self.copies(draft) or self.joins(draft)
 
     def joins(self, draft: str) -> bool:

@@ -554,7 +554,7 @@ def test_lookup_comes_before_the_drafts_of_a_pair(pair):
     joined = pair.generate(text, **options)
     alone = pair.generate(text, draft=[], **options)
     assert joined.output_ids == alone.output_ids
-    assert 0 < joined.stats.copied_calls < joined.stats.target_calls
+    assert joined.stats.copied_calls < joined.stats.target_calls <= alone.stats.target_calls
     assert joined.stats.proposed > alone.stats.proposed
     assert joined.stats.copied_accepted <= joined.stats.accepted
     assert alone.stats.copied_calls == 0

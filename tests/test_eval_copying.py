@@ -12,12 +12,11 @@ import torch
 from draftsmith.core.errors import InputError, RequirementError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import PromptLookupProposer
 from draftsmith.drafts.draft_sources import is_copying, models_of
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.copying import JoinedDraft, copied_tokens, copied_traces
+from draftsmith.eval.copying import CopyingDraft, JoinedDraft, copied_tokens, copied_traces
 from draftsmith.eval.decoding import Task, answers, continuations
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
@@ -27,11 +26,12 @@ from draftsmith.eval.request import check
 from draftsmith.eval.schema import RowKey
 from tests.tiny_models import stirred_head, tiny_llama
 
+LOOKUP = CopyingDraft("prompt_lookup")
 TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
 
 
 def test_what_followed_earlier_is_proposed_at_its_depth():
-    tokens_DPL = copied_tokens([TEXT], 2, PromptLookupProposer())
+    tokens_DPL, _ = copied_tokens([TEXT], 2, LOOKUP, trees=True)
     # After 3 4 came 5 3. After 4 5 came 3 4. After 5 3 came 4, and then 5.
     assert tokens_DPL.tolist() == [[[5, 3, 4]], [[-1, 3, 4]]]
 
@@ -39,14 +39,8 @@ def test_what_followed_earlier_is_proposed_at_its_depth():
 def test_alpha_is_the_chance_of_the_copied_token_and_zero_without_one():
     p_NV = torch.full((4, 12), 0.05)
     p_NV[0, 5] = 0.45
-    new = Continuation("b", (7,), (8,))
-    traces = copied_traces(
-        [TEXT, new],
-        p_NV,
-        depths=2,
-        rules=["exact"],
-        copier=PromptLookupProposer(),
-    )
+    texts = [TEXT, Continuation("b", (7,), (8,))]
+    traces = copied_traces(texts, p_NV, 2, ["exact"], LOOKUP)
     assert traces.sums("alpha") == pytest.approx([0.55, 0.0])
     assert traces.sums("offers") == [3, 0]
     assert traces.values["ratio"][0].tolist() == [[1, 1, 0], [0, 0, 0]]
@@ -158,10 +152,9 @@ def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
 
     share = value("offered")
     assert 0 < share < 1
-    # Where two tokens match lookup proposes, alone it does so where one does.
-    assert share <= value("offered", "lookup")
-    whole = share * value("alpha_offered") + (1 - share) * value("alpha_drafted")
-    assert value("alpha") == pytest.approx(whole)
+    assert share == value("offered", "lookup")
+    # What the copy adds, where the draft is asked at every position.
+    assert value("alpha") >= value("alpha_drafted")
     counts = results.counts("decoding")[
         RowKey("both", "prose", temperature, "chain:3", "speculative")
     ]

@@ -64,6 +64,15 @@ class NgramIndex(TextRow):
                     seen.add(at)
                     yield at
 
+    def matching(self, most: int) -> int:
+        """Return how many of the last tokens, at most `most`, precede the best match too."""
+        text = self.text
+        at = next(self.matches(), 0)
+        count = 0
+        while count < min(most, at) and text[at - 1 - count] == text[-1 - count]:
+            count += 1
+        return count
+
     def copy_from(self, at: int, length: int) -> list[int]:
         """Return the `length` tokens after position `at`. Past the end of the text the copy reads
         itself.

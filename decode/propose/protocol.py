@@ -29,7 +29,7 @@ class Proposal:
     distributions that children were drawn from, before any token was removed; None if
     deterministic. With several drafts the child of rank k was drawn from distribution
     `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
-    infinite. copied: the rows whose tokens lookup copied before a draft was asked; empty for none.
+    infinite. copies_BC: copied chains beside the tree, -1 behind the end of each; None for none.
     """
 
     tree: TreeBatch
@@ -38,17 +38,29 @@ class Proposal:
     drawing: Drawing
     drafts: int = 1
     finite: Tensor | None = None
-    copied: tuple[bool, ...] = ()
+    copies_BC: Tensor | None = None
+
+    @property
+    def num_copied(self) -> int:
+        """The tokens of the longest copy."""
+        return 0 if self.copies_BC is None else self.copies_BC.shape[1]
+
+    @property
+    def whole_BM(self) -> Tensor:
+        """The tokens with those of copies behind them."""
+        if self.copies_BC is None:
+            return self.tokens_BM
+        return torch.cat([self.tokens_BM, self.copies_BC], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
     """The result of a proposal, by row.
 
-    paths: accepted nodes (M indices). tokens: their tokens and the target's own. hidden: one `[path
-    + 1, H]` tensor per layer of `hidden_layers`, the target's states at the root and accepted
-    nodes. Of a row that has ended they are not cut where its output is; `select_rows` drops the
-    row.
+    paths: accepted nodes (M indices; those of a copy come after the tree's). tokens: their tokens
+    and the target's own. hidden: one `[path + 1, H]` tensor per layer of `hidden_layers`, the
+    target's states at the root and accepted nodes. Of a row that has ended they are not cut where
+    its output is; `select_rows` drops the row.
     """
 
     paths: Sequence[Sequence[int]]
@@ -68,7 +80,7 @@ class SessionSetup:
 
     hidden_BTH: the target's states over each prompt but its last token, right-padded, one tensor
     per layer of `hidden_layers`. device, vocabulary: of the proposals. compile: record or compile a
-    network's forwards too.
+    network's forwards too. trees: whether the target verifies trees.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -80,6 +92,7 @@ class SessionSetup:
     device: torch.device
     vocabulary: int
     compile: bool | str = False
+    trees: bool = True
 
 
 class Session(Protocol):
@@ -134,6 +147,9 @@ class Proposer(Protocol):
     """Number of distributions that a node's children are drawn from in turn; above 1 for several
     draft models.
     """
+
+    copies: bool = False
+    """Whether its proposals may have copies beside the tree."""
 
     deepest: int | None = None
     """Depth of the deepest tree that it can draft; None for any depth."""

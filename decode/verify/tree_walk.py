@@ -34,7 +34,8 @@ class Walk:
     """The outcome of one row on the host.
 
     path: accepted nodes. emitted: their tokens and the target's own. is_open: as in `Verdict`.
-    drafted: number of drafted nodes. offered: depth of the deepest drafted node.
+    drafted: number of drafted nodes. offered: depth of the deepest drafted node. copied: whether
+    the path is that of a copy, beyond what the rule accepted.
     """
 
     path: list[int]
@@ -42,6 +43,7 @@ class Walk:
     is_open: bool
     drafted: int
     offered: int
+    copied: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from draftsmith.drafts.load import draft_kind
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import DraftKind, HeadOptions, TrainConfig
 
-# Names in the evaluation: prompt lookup, and prompt lookup before the draft.
+# Names in the evaluation: prompt lookup, and prompt lookup beside the draft.
 LOOKUP = "lookup"
 BOTH = "both"
 _FRESH_DEPTHS = 4  # a fresh EAGLE-3 head is trained as deep as trees usually go

@@ -317,8 +317,8 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
         )
     if summary["copied_calls"]:
         lines.append(
-            f"lookup drafted in {summary['copied_calls']} of the calls, "
-            f"{summary['copied_accepted']} of its tokens were accepted"
+            f"the copy went further than the draft in {summary['copied_calls']} of the calls, in "
+            f"which {summary['copied_accepted']} tokens were accepted"
         )
     if summary["recorded_steps"]:
         lines.append(

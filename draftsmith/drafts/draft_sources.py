@@ -1,4 +1,4 @@
-"""Drafts as options name them: models, methods without weights, and prompt lookup before a model.
+"""Drafts as options name them: models, methods without weights, and prompt lookup beside a model.
 
 Needs no torch.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from draftsmith.core.errors import InputError
 
-# Before the name of a model: prompt lookup, and the model where that finds nothing.
+# Before the name of a model: prompt lookup beside it.
 JOINED = "prompt_lookup+"
 # How a source of drafts names a method without weights, unless a directory has the name.
 WEIGHTLESS = {
@@ -56,7 +56,7 @@ def check_sources(sources: Iterable[str]) -> None:
 
 
 def is_joined(source: str) -> bool:
-    """Whether the source is `prompt_lookup+MODEL`: lookup, and a draft where it finds nothing."""
+    """Whether the source is `prompt_lookup+MODEL`: lookup beside a draft."""
     return source.startswith(JOINED) and source != JOINED and not Path(source).is_dir()
 
 
