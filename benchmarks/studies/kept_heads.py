@@ -1,0 +1,161 @@
+"""Make a head of heads/: EAGLE-3 of SmolLM2-135M-Instruct, small enough to be kept in a repository.
+
+    python -m benchmarks.studies.kept_heads --target HuggingFaceTB/SmolLM2-135M-Instruct \
+        --data DIR --out out/heads
+
+It learns from the target's answers to prompts that the target wrote and to those of GSM8K's
+training side, which benchmarks/studies/real/ keeps. --data is that of `real_pair.py`. A killed call
+goes on where it was.
+"""
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from benchmarks.lib.places import ROOT
+from benchmarks.studies import figures
+from benchmarks.studies.real_study import FULL, KEPT, Options as StudyOptions, Study, write_prompts
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.io import atomic_dir, read_json
+from draftsmith.core.models import load_model
+from draftsmith.core.options import options
+from draftsmith.core.record import RECORD
+from draftsmith.drafts.cards import add_results, write_record
+from draftsmith.drafts.heads import write_head
+from draftsmith.drafts.heads.borrowed import start_as
+from draftsmith.drafts.heads.eagle import draw
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.eval.evaluate import evaluate
+from draftsmith.train.config import HeadOptions, Optim, TrainConfig
+from draftsmith.train.training_run import train
+
+COMMAND = "benchmarks/studies/kept_heads.py"
+NAME = "smollm2-135m-eagle3"
+TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
+# Prompts of these sets may be used for any purpose.
+SETS = ("own4", "own", "maths")
+
+
+@options
+class Options:
+    """Train the head, measure it, and keep it in heads/."""
+
+    target: str
+    """The target: a local directory or hub name."""
+    data: str
+    """The directory with the texts to measure on."""
+    out: str
+    """Everything that is made."""
+    steps: int = 832
+    """Steps of four answers."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a head of at most 12 MB: tokens that it drafts, and width of its feed-forward."""
+
+    draft_vocab: int
+    feed_forward: int
+
+
+SMALL = Shape(draft_vocab=3800, feed_forward=768)
+
+
+def start(target_name: str, sets: Sequence[str], shape: Shape, place: Path) -> None:
+    """Write a fresh head with a narrower feed-forward than the target's."""
+    if place.exists():
+        return
+    counts: Counter[int] = Counter()
+    for part in (part for name in sets for part in sorted(Path(name).glob("part-*"))):
+        for response in pq.read_table(part).column("response_ids").to_pylist():
+            counts.update(response)
+    ids = sorted(token for token, _ in counts.most_common(shape.draft_vocab))
+    target = load_model(target_name, device="cpu", dtype="float32")
+    published = Eagle3Head.fresh(target, draft_vocab=ids).config
+    head = Eagle3Head(replace(published, intermediate_size=shape.feed_forward), target)
+    draw(head.fc, nn.ModuleList([head.midlayer]), seed=1)
+    start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))
+    head.set_draft_vocab(ids)
+    with atomic_dir(place) as made:
+        write_head(head.float(), made)
+
+
+def training(config: Options, sets: Sequence[str], place: Path) -> TrainConfig:
+    """How the head learns."""
+    return TrainConfig(
+        target=config.target,
+        data=list(sets),
+        kind="eagle3",
+        draft=str(place / "start"),
+        out=str(place / NAME),
+        objective="jsd:beta=0.5",
+        head=HeadOptions(test_steps=4),
+        max_length=448,
+        batch_size=4,
+        steps=config.steps,
+        heldout_fraction=0.005,
+        eval_every=208,
+        save_every=104,
+        optim=Optim(name="muon", lr=1e-3, warmup_steps=10),
+        precision="bf16",
+        dtype="bfloat16",
+    )
+
+
+def keep(trained: Path, place: Path, public: Mapping[str, str]) -> None:
+    """Write a checkpoint in bf16, its record without the paths of this machine."""
+    text = json.dumps(read_json(trained / RECORD, "the record of a draft"))
+    for path, word in public.items():
+        text = text.replace(path, word)
+    tensors = load_file(trained / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point():
+            tensors[name] = tensor.bfloat16()
+    with atomic_dir(place) as made:
+        save_file(tensors, made / "model.safetensors", {"format": "pt"})
+        for name in ("config.json", "prompt_hashes.npy"):
+            shutil.copy(trained / name, made)
+        write_record(made, json.loads(text))
+
+
+def measure(config: Options, place: Path, public: Mapping[str, str]) -> None:
+    """Write acceptance on five sets into the head's card, and keep it."""
+    asked = StudyOptions(target=config.target, data=config.data, out=config.out)
+    study = Study(asked, FULL)
+    write_prompts(study)
+    evaluate(study.evaluation("eval", {NAME: str(place)}, "chat"))
+    results = study.out / "eval" / "results.json"
+    add_results(place, results, NAME)
+    figures.keep(ROOT, f"kept-{NAME}", results, public)
+
+
+def run(config: Options) -> None:
+    """Train, keep and measure."""
+    out = Path(config.out)
+    sets = [str(KEPT / name) for name in SETS]
+    start(config.target, sets, SMALL, out / "start")
+    trained = out / NAME
+    if not (trained / "config.json").exists():
+        train(training(config, sets, out), COMMAND)
+    place = ROOT / "heads" / NAME
+    public = {config.out: "out/heads", f"{ROOT}/": "", config.data: "data", config.target: TARGET}
+    keep(trained, place, public)
+    measure(config, place, public)
+
+
+if __name__ == "__main__":
+    try:
+        config, _ = parse(Options, COMMAND, sys.argv[1:])
+        run(config)
+    except (InputError, RunError) as error:
+        sys.exit(f"{COMMAND}: {error}")

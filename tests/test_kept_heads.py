@@ -1,0 +1,57 @@
+"""Heads that the repository keeps: whole, small, and drafts of the model that they name."""
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import draftsmith as ds
+from benchmarks.lib.places import ROOT
+from draftsmith.core.io import read_json, sha256_file
+from draftsmith.drafts.heads.store import head_kind, load_head
+
+SMOLLM2_HEAD = ROOT / "heads" / "smollm2-135m-eagle3"
+HEADS = sorted(path.parent for path in (ROOT / "heads").glob("*/config.json"))
+# The shape of SmolLM2-135M, with layers enough for the states that the head reads.
+SHAPE = {
+    "vocab_size": 49_152,
+    "hidden_size": 576,
+    "intermediate_size": 64,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("place", HEADS, ids=lambda place: place.name)
+def test_a_kept_head_is_whole_and_small(place):
+    record = read_json(place / "draftsmith.json", "the record of a draft")
+    for name, digest in record["files"].items():
+        assert sha256_file(place / name) == digest
+    assert "model.safetensors" in record["files"]
+    assert (place / "model.safetensors").stat().st_size <= 12_000_000
+    text = (place / "draftsmith.json").read_text()
+    assert "/tmp/" not in text and "/work/" not in text
+
+
+in_a_clone = pytest.mark.skipif(not HEADS, reason="the sdist has no heads/")
+
+
+@in_a_clone
+def test_the_head_of_smollm2_loads_on_a_model_of_its_shape():
+    target = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).bfloat16()
+    head = load_head(SMOLLM2_HEAD, target)
+    assert head_kind(SMOLLM2_HEAD) == "eagle3"
+    stored = load_file(SMOLLM2_HEAD / "model.safetensors")
+    assert head.lm_head.weight.equal(stored["lm_head.weight"])
+
+
+@in_a_clone
+@pytest.mark.slow
+def test_the_kept_head_drafts_for_smollm2(smollm2):
+    pair = ds.load_pair(smollm2, draft=str(SMOLLM2_HEAD))
+    asked = [{"role": "user", "content": "Why is the sky blue?"}]
+    drafted = pair.generate(asked, tree="chain:4", temperature=0.0, max_new_tokens=48)
+    alone = pair.generate(asked, tree="none", temperature=0.0, max_new_tokens=48)
+    assert drafted.text == alone.text
+    assert drafted.stats.tau > 1.3
