@@ -50,8 +50,8 @@ def test_the_head_of_smollm2_loads_on_a_model_of_its_shape():
 @pytest.mark.slow
 def test_the_kept_head_drafts_for_smollm2(smollm2):
     pair = ds.load_pair(smollm2, draft=str(SMOLLM2_HEAD))
-    asked = [{"role": "user", "content": "Why is the sky blue?"}]
-    drafted = pair.generate(asked, tree="chain:4", temperature=0.0, max_new_tokens=48)
-    alone = pair.generate(asked, tree="none", temperature=0.0, max_new_tokens=48)
-    assert drafted.text == alone.text
-    assert drafted.stats.tau > 1.3
+    prompts = ["Why is the sky blue?", "Write a short poem about rain.", "What is 12 times 9?"]
+    drafted = pair.generate(prompts, tree="chain:3", temperature=0.0, max_new_tokens=48)
+    alone = ds.load_pair(smollm2).generate(prompts, temperature=0.0, max_new_tokens=48)
+    assert [out.text for out in drafted] == [out.text for out in alone]
+    assert sum(out.stats.tau for out in drafted) / len(prompts) > 1.2
