@@ -11,16 +11,6 @@ from draftsmith.drafts.heads.store import head_kind, load_head
 
 SMOLLM2_HEAD = ROOT / "heads" / "smollm2-135m-eagle3"
 HEADS = sorted(path.parent for path in (ROOT / "heads").glob("*/config.json"))
-# The shape of SmolLM2-135M, with layers enough for the states that the head reads.
-SHAPE = {
-    "vocab_size": 49_152,
-    "hidden_size": 576,
-    "intermediate_size": 64,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.mark.parametrize("place", HEADS, ids=lambda place: place.name)
@@ -39,11 +29,19 @@ in_a_clone = pytest.mark.skipif(not HEADS, reason="the sdist has no heads/")
 
 @in_a_clone
 def test_the_head_of_smollm2_loads_on_a_model_of_its_shape():
-    target = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE)).bfloat16()
-    head = load_head(SMOLLM2_HEAD, target)
+    shape = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=64,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    )
+    head = load_head(SMOLLM2_HEAD, AutoModelForCausalLM.from_config(shape).bfloat16())
     assert head_kind(SMOLLM2_HEAD) == "eagle3"
     stored = load_file(SMOLLM2_HEAD / "model.safetensors")
-    assert head.lm_head.weight.equal(stored["lm_head.weight"])
+    assert head.state_dict()["lm_head.weight"].equal(stored["lm_head.weight"])
 
 
 @in_a_clone
@@ -54,4 +52,4 @@ def test_the_kept_head_drafts_for_smollm2(smollm2):
     drafted = pair.generate(prompts, tree="chain:3", temperature=0.0, max_new_tokens=48)
     alone = ds.load_pair(smollm2).generate(prompts, temperature=0.0, max_new_tokens=48)
     assert [out.text for out in drafted] == [out.text for out in alone]
-    assert sum(out.stats.tau for out in drafted) / len(prompts) > 1.2
+    assert sum(out.stats.target_calls for out in drafted) < 120
