@@ -103,13 +103,13 @@ def proposer_of(draft: AnyDraft) -> Proposer:
 
 
 def copied_tokens(
-    texts: Sequence[Continuation], depths: int, draft: CopyingDraft | JoinedDraft, *, trees: bool
+    texts: Sequence[Continuation], depths: int, draft: CopyingDraft | JoinedDraft, *, beside: bool
 ) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.int64]], Floats]:
     """Return what a draft copies as a chain below every position of some texts, `[D, P, L]`, and 1
     where that stands alone, without the model beside it, `[1, P, L]`.
 
     Entry (d, i, t) was proposed for token t of text i from d tokens before; -1 if nothing was.
-    trees: whether the target verifies trees.
+    beside: as `stands_beside`.
     """
     longest = max(len(text.output_ids) for text in texts)
     tokens_DPL = np.full((depths, len(texts), longest), -1)
@@ -122,7 +122,7 @@ def copied_tokens(
         for root, token in enumerate(text.output_ids):
             if joined:
                 assert isinstance(row, NgramIndex)
-                copied, alone_1PL[0, i, root] = copy_at(row, depths, trees=trees)
+                copied, alone_1PL[0, i, root] = copy_at(row, depths, beside=beside)
             else:
                 trie = Trie(chain(depths))
                 row.draft(trie)
@@ -140,14 +140,14 @@ def copied_traces(
     rules: Iterable[str],
     draft: CopyingDraft | JoinedDraft,
     *,
-    trees: bool = True,
+    beside: bool = True,
 ) -> Traces:
     """Return the traces of what copies, on texts whose target distributions are `p_NV`.
 
     p: at every position of the texts, one after another. rules: those of `ranks_needed`; on a
     chain each accepts the one candidate alike.
     """
-    tokens_DPL, alone_1PL = copied_tokens(texts, depths, draft, trees=trees)
+    tokens_DPL, alone_1PL = copied_tokens(texts, depths, draft, beside=beside)
     lengths_P = np.array([len(text.output_ids) for text in texts])
     x_PL = np.full(tokens_DPL.shape[1:], OUTSIDE)
     for i, text in enumerate(texts):

@@ -28,6 +28,7 @@ from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from draftsmith.core.state_files import StoredStates, cached_layers
 from draftsmith.decode import Tree, takes_trees
+from draftsmith.decode.propose.lookup_first import stands_beside
 from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.borrowed import borrow
@@ -342,8 +343,8 @@ class Reader:
         if not isinstance(draft, CopyingDraft | JoinedDraft):
             assert own is not None
             return own
-        trees = takes_trees(self.target)
-        copied = copied_traces(batch.rows, p_NV, self.depths, self.ranks, draft, trees=trees)
+        beside = stands_beside(p_NV.device, takes_trees(self.target))
+        copied = copied_traces(batch.rows, p_NV, self.depths, self.ranks, draft, beside=beside)
         return copied if own is None else joined_traces(copied, own)
 
     def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:

@@ -109,7 +109,7 @@ def words() -> VocabularyMap:
 def lookup_first(variant: str) -> LookupFirst:
     drafting = VARIANTS[variant]()
     assert isinstance(drafting, NetworkProposer)
-    return LookupFirst(drafting, alone=3)
+    return LookupFirst(drafting, alone=3, beside=True)
 
 
 VARIANTS: dict[str, Callable[[], Proposer]] = {

@@ -86,7 +86,7 @@ PROPOSERS: dict[str, tuple[Callable[[], Proposer | None], str | None]] = {
     "eagle3": (lambda: HeadProposer(stirred_head("eagle3", target(), 0.1)), "kary:2,2,1"),
     "medusa": (lambda: HeadProposer(stirred_head("medusa", target(), 0.1)), "chain:3"),
     "lookup": (lambda: PromptLookupProposer(min_ngram=1), "chain:3"),
-    "lookup beside a draft": (lambda: LookupFirst(draft(), alone=2), "chain:4"),
+    "lookup beside a draft": (lambda: LookupFirst(draft(), alone=2, beside=True), "chain:4"),
 }
 
 

@@ -31,7 +31,7 @@ TEXT = Continuation("a", (3, 4, 5, 3, 4), (5, 3, 9))
 
 
 def test_what_followed_earlier_is_proposed_at_its_depth():
-    tokens_DPL, _ = copied_tokens([TEXT], 2, LOOKUP, trees=True)
+    tokens_DPL, _ = copied_tokens([TEXT], 2, LOOKUP, beside=True)
     # After 3 4 came 5 3. After 4 5 came 3 4. After 5 3 came 4, and then 5.
     assert tokens_DPL.tolist() == [[[5, 3, 4]], [[-1, 3, 4]]]
 

@@ -22,20 +22,33 @@ from draftsmith.decode.tree_batch import chain_batch
 # Tokens that match before lookup copies in the place of a network. On SmolLM2's answers that loses
 # at most 2 % of the tokens per call, and saves up to half of the network's steps.
 ALONE = 8
-# The same for a target that verifies chains only, where one of the two must do.
+# The same where one of the two must do.
 LEAST_MATCH = 2
+
+
+def stands_beside(device: torch.device, trees: bool) -> bool:
+    """Whether copies stand beside a network's tree, not in its place. trees: whether the target
+    verifies trees.
+
+    On a CPU every token that a step verifies costs: with both, SmolLM2 wrote 4 to 22 % fewer tokens
+    in a second of a processor.
+    """
+    return trees and device.type != "cpu"
 
 
 class LookupFirst(Proposer):
     """Copies what followed the same tokens earlier in a row's text, beside what `draft` drafts;
-    where `alone` tokens match, `draft` is left out.
+    where `alone` tokens match, `draft` is left out. beside: null is `stands_beside`.
     """
 
     copies = True
 
-    def __init__(self, draft: NetworkProposer, alone: int = ALONE) -> None:
+    def __init__(
+        self, draft: NetworkProposer, alone: int = ALONE, beside: bool | None = None
+    ) -> None:
         self.draft = draft
         self.alone = alone
+        self.beside = beside
         self.name = draft.name
         self.drafts = draft.drafts
         self.deepest = draft.deepest
@@ -57,14 +70,14 @@ class LookupFirst(Proposer):
 
 
 def copy_at(
-    text: NgramIndex, length: int, alone: int = ALONE, *, stop: float = 0.0, trees: bool = True
+    text: NgramIndex, length: int, alone: int = ALONE, *, stop: float = 0.0, beside: bool = True
 ) -> tuple[list[int], bool]:
     """Return what is copied at the end of a text, at most `length` tokens, and whether it stands
-    alone. trees: whether the target verifies trees.
+    alone. beside: as `stands_beside`.
     """
     matching = text.matching(alone)
-    stands = matching >= (alone if trees else min(alone, LEAST_MATCH))
-    return text.copied(length, stop) if trees or stands else [], stands
+    stands = matching >= (alone if beside else min(alone, LEAST_MATCH))
+    return text.copied(length, stop) if beside or stands else [], stands
 
 
 class LookupFirstSession(Session):
@@ -76,6 +89,8 @@ class LookupFirstSession(Session):
         lookup = PromptLookupProposer()
         self.texts: list[NgramIndex] = [lookup.row(prompt) for prompt in setup.prompts]
         self.alone = proposer.alone
+        beside = proposer.beside
+        self.beside = stands_beside(setup.device, setup.trees) if beside is None else beside
         self.setup = setup
         self.asked = True  # whether the network drafted in this step
         self.nodes = 1  # of its tree, the root included
@@ -90,7 +105,7 @@ class LookupFirstSession(Session):
         copies: list[list[int]] = []
         alone: list[bool] = []
         for text in self.texts:
-            tokens, stands = copy_at(text, depth, self.alone, stop=self.stop, trees=setup.trees)
+            tokens, stands = copy_at(text, depth, self.alone, stop=self.stop, beside=self.beside)
             copies.append(tokens)
             alone.append(stands)
         self.asked = bool(setup.compile) or not all(alone)
