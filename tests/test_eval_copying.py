@@ -50,8 +50,9 @@ def _write(path: Path, rows: Iterable[object]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.fixture(scope="module")
-def results(target_dir, draft_dir, tmp_path_factory):
+@pytest.fixture(scope="module", params=["in-its-place", "beside"])
+def results(request, target_dir, draft_dir, tmp_path_factory):
+    """With lookup in the place of a draft, as on a CPU, and beside it, as on a GPU."""
     root = tmp_path_factory.mktemp("copying")
     texts = ["a b c a b c a" + " d e" * i for i in range(4)]
     _write(root / "prose.jsonl", [{"id": str(i), "prompt": text} for i, text in enumerate(texts)])
@@ -73,14 +74,18 @@ def results(target_dir, draft_dir, tmp_path_factory):
             f"mine={draft_dir}",
         ],
         id=[f"prose={root / 'prose.jsonl'}"],
-        out=str(root / "out"),
+        out=str(root / request.param),
         tree=["chain:3", "kary:2,2"],
         max_new_tokens=24,
         speed_prompts=2,
         bootstrap=100,
         device="cpu",
     )
-    return evaluate(config)
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "beside":
+            for file in ("decode.propose.lookup_first", "eval.reading"):
+                patch.setattr(f"draftsmith.{file}.stands_beside", lambda _, trees: trees)
+        return evaluate(config)
 
 
 @pytest.mark.parametrize("draft", ["lookup", "found"])
@@ -152,9 +157,15 @@ def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
 
     share = value("offered")
     assert 0 < share < 1
-    assert share == value("offered", "lookup")
-    # What the copy adds, where the draft is asked at every position.
-    assert value("alpha") >= value("alpha_drafted")
+    if results.directory.name == "beside":
+        assert share == value("offered", "lookup")
+        # What the copy adds, where the draft is asked at every position.
+        assert value("alpha") >= value("alpha_drafted")
+    else:
+        # Where two tokens match lookup proposes, alone it does so where one does.
+        assert share <= value("offered", "lookup")
+        whole = share * value("alpha_offered") + (1 - share) * value("alpha_drafted")
+        assert value("alpha") == pytest.approx(whole)
     counts = results.counts("decoding")[
         RowKey("both", "prose", temperature, "chain:3", "speculative")
     ]
