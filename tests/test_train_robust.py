@@ -27,7 +27,9 @@ MEMORY = (
     r"out of memory on cpu after step \d+, with batch_size 4 and max_length 48 \(peak of "
     r"the process: .*; lower "
 )
-TWICE = "for _ in (1, 2): before(draftsmith.train.batches, 'collate', 1, send(signal.SIGINT))"
+TWICE = (
+    "for _ in (1, 2): before(draftsmith.train.parallel.Copies, 'backward', 1, send(signal.SIGINT))"
+)
 NAN = (
     "before(draftsmith.train.loop, 'make_batches', 1, lambda: "
     "setattr(draftsmith.train.loop, 'learning_rate', lambda *words: float('nan')))"
