@@ -131,8 +131,9 @@ def test_states_that_nobody_reads_are_not_kept():
 
 
 @pytest.mark.parametrize("native", [True, False])
+@torch.inference_mode()
 def test_decoding_reads_the_raw_output(native):
-    """The kernel's forward, and torch's."""
+    """The kernel's forward, and torch's; without gradients, as the engine runs them."""
     target = random_llama(1, SIZES["vocab_size"], hidden=64, heads=2)
     ids_BT = ids_of(rows=1)
     expected = hooked(target, "model.layers", ids_BT)
