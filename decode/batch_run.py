@@ -472,12 +472,9 @@ def _verify(
     logits_BMV, hidden = forwarded
     p_BMV = probs(logits_BMV, sampling)
     nodes = proposal.tokens_BM.shape[1]
-    p_BCV = p_BMV[:, nodes:]
-    if u_BU is None:
-        own_BC = largest(p_BCV, 1).indices[..., 0]
-    else:
+    u_BC = None
+    if u_BU is not None and most_copied:
         u_BU, u_BC = u_BU.tensor_split([u_BU.shape[1] - most_copied], dim=1)
-        own_BC = draw(p_BCV, u_BC[:, : proposal.num_copied])
     verdict = verifier.run(proposal, p_BMV[:, :nodes], u_BU)
     if checks:
         check_verdict(verifier.name, verdict, proposal)
@@ -488,10 +485,17 @@ def _verify(
     offered_B = (exists_BM * depths_RM).amax(1)
     counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
     counts_B5 = torch.stack(counts, dim=1)
-    facts = torch.cat([counts_B5, verdict.nodes_BD, verdict.tokens_BD1, own_BC], dim=1)
-    copies_C = torch.arange(nodes, p_BMV.shape[1], device=p_BMV.device)
-    nodes_BD = torch.cat([verdict.nodes_BD, copies_C.expand(len(p_BMV), -1)], dim=1)
-    return facts, p_BMV, _on_path(hidden, nodes_BD)
+    facts = [counts_B5, verdict.nodes_BD, verdict.tokens_BD1]
+    nodes_BD = verdict.nodes_BD
+    if proposal.num_copied:
+        p_BCV = p_BMV[:, nodes:]
+        if u_BC is None:
+            facts.append(largest(p_BCV, 1).indices[..., 0])
+        else:
+            facts.append(draw(p_BCV, u_BC[:, : proposal.num_copied]))
+        copies_C = torch.arange(nodes, p_BMV.shape[1], device=p_BMV.device)
+        nodes_BD = torch.cat([nodes_BD, copies_C.expand(len(p_BMV), -1)], dim=1)
+    return torch.cat(facts, dim=1), p_BMV, _on_path(hidden, nodes_BD)
 
 
 def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:

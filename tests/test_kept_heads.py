@@ -1,5 +1,7 @@
 """Heads that the repository keeps: whole, small, and drafts of the model that they name."""
 
+import re
+
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -21,7 +23,7 @@ def test_a_kept_head_is_whole_and_small(place):
     assert "model.safetensors" in record["files"]
     assert (place / "model.safetensors").stat().st_size <= 12_000_000
     text = (place / "draftsmith.json").read_text()
-    assert "/tmp/" not in text and "/work/" not in text
+    assert not re.search(r"[\s\"]/", text), "a path of the machine that made it"
 
 
 in_a_clone = pytest.mark.skipif(not HEADS, reason="the sdist has no heads/")

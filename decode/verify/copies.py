@@ -44,11 +44,12 @@ def along_copies(
     walks: what the rule decided. own: the target's own tokens at the copied nodes, drawn or most
     probable.
     """
+    if proposal.copies_BC is None:
+        return list(walks)
     first = proposal.tokens_BM.shape[1]
-    copies = [[]] * len(walks) if proposal.copies_BC is None else proposal.copies_BC.tolist()
     return [
         _along([token for token in copy if token >= 0], walk, own_C, first)
-        for copy, walk, own_C in zip(copies, walks, own_BC, strict=True)
+        for copy, walk, own_C in zip(proposal.copies_BC.tolist(), walks, own_BC, strict=True)
     ]
 
 
