@@ -10,27 +10,26 @@ goes on where it was.
 
 import json
 import shutil
-import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.lib.places import ROOT
+from benchmarks.lib.study_command import main
 from benchmarks.studies import figures
 from benchmarks.studies.real_study import FULL, KEPT, Options as StudyOptions, Study, write_prompts
-from draftsmith.core.command_line import parse
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.io import atomic_dir, read_json
 from draftsmith.core.models import load_model
 from draftsmith.core.options import options
 from draftsmith.core.record import RECORD
 from draftsmith.drafts.cards import add_results, write_record
+from draftsmith.drafts.draft_vocabulary import token_counts
 from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.borrowed import start_as
 from draftsmith.drafts.heads.eagle import draw
@@ -75,10 +74,8 @@ def start(target_name: str, sets: Sequence[str], shape: Shape, place: Path) -> N
     """Write a fresh head with a narrower feed-forward than the target's."""
     if place.exists():
         return
-    counts: Counter[int] = Counter()
-    for part in (part for name in sets for part in sorted(Path(name).glob("part-*"))):
-        for response in pq.read_table(part).column("response_ids").to_pylist():
-            counts.update(response)
+    rows = chain.from_iterable(set_rows(name, ["response_ids"]) for name in sets)
+    counts = token_counts(row["response_ids"] for row in rows)
     ids = sorted(token for token, _ in counts.most_common(shape.draft_vocab))
     target = load_model(target_name, device="cpu", dtype="float32")
     published = Eagle3Head.fresh(target, draft_vocab=ids).config
@@ -154,8 +151,4 @@ def run(config: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        config, _ = parse(Options, COMMAND, sys.argv[1:])
-        run(config)
-    except (InputError, RunError) as error:
-        sys.exit(f"{COMMAND}: {error}")
+    main(Options, COMMAND, run)

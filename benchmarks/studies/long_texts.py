@@ -8,15 +8,14 @@ tokens, of a head, and of the same head trained on for as many tokens in short o
 A killed call goes on where it was.
 """
 
-import sys
 from collections.abc import Iterable
 from dataclasses import field
 from pathlib import Path
 
 from benchmarks.lib.places import ROOT
+from benchmarks.lib.study_command import main
 from benchmarks.studies import figures
-from draftsmith.core.command_line import parse
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import write_rows
 from draftsmith.core.options import options
 from draftsmith.core.prompt_rows import iterate_rows
@@ -55,7 +54,7 @@ class Options:
 
 
 def documents(file: Path, target: str, tokens: int) -> list[list[int]]:
-    """Articles joined until a document has so many tokens; cut to that number."""
+    """Join articles to documents of `tokens` tokens each."""
     tokenizer = load_tokenizer(target)
     made: list[list[int]] = []
     ids: list[int] = []
@@ -141,8 +140,4 @@ def run(config: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        config, _ = parse(Options, COMMAND, sys.argv[1:])
-        run(config)
-    except (InputError, RunError) as error:
-        sys.exit(f"{COMMAND}: {error}")
+    main(Options, COMMAND, run)

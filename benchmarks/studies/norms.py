@@ -17,9 +17,8 @@ from typing import get_args
 import pyarrow.parquet as pq
 
 from benchmarks.lib.sets import pieces, shuffled
+from benchmarks.lib.study_command import main
 from benchmarks.studies.real_study import KEPT
-from draftsmith.core.command_line import parse
-from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import JsonObject, read_json, write_json_atomic, write_rows
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.options import options
@@ -198,8 +197,4 @@ def run(config: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        options_given, _ = parse(Options, COMMAND, sys.argv[1:])
-        run(options_given)
-    except (InputError, RunError) as error:
-        sys.exit(f"{COMMAND}: {error}")
+    main(Options, COMMAND, run)

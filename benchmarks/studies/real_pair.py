@@ -30,6 +30,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from benchmarks.lib.places import ROOT
+from benchmarks.lib.study_command import main
 from benchmarks.studies import figures, real_speed, real_tables
 from benchmarks.studies.real_study import (
     COMMAND,
@@ -42,8 +43,7 @@ from benchmarks.studies.real_study import (
     take_or_make,
 )
 from draftsmith.config import InitConfig
-from draftsmith.core.command_line import parse
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads import write_head
@@ -372,8 +372,4 @@ def run(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        options, _ = parse(Options, COMMAND, sys.argv[1:])
-        run(options)
-    except (InputError, RunError) as error:
-        sys.exit(f"{COMMAND}: {error}")
+    main(Options, COMMAND, run)
