@@ -140,7 +140,8 @@ def run(config: Options) -> None:
     """Train, keep and measure."""
     out = Path(config.out)
     sets = [str(KEPT / name) for name in SETS]
-    start(config.target, sets, SMALL, out / "start")
+    # The order of counting, which the kept head has, decides between equally frequent tokens.
+    start(config.target, [*sets[1:], sets[0]], SMALL, out / "start")
     trained = out / NAME
     if not (trained / "config.json").exists():
         train(training(config, sets, out), COMMAND)
