@@ -2,8 +2,6 @@
 for. Needs no torch.
 """
 
-import difflib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -127,9 +125,7 @@ def parse_tree(
     spec = tree_spec(tree, deepest)
     kind, colon, body = spec.partition(":")
     if kind not in TREES:
-        near = _meant(spec)
-        fix = f"did you mean {near}?" if near else nearest(kind, TREES)
-        raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {fix}")
+        raise ValueError(f"tree {spec!r}: unknown kind {kind!r}; {nearest(kind, TREES)}")
     content: Any = None
     if kind in _FILES:
         if not body:
@@ -151,10 +147,7 @@ def parse_tree(
         missing = f"key {error} is missing; " if isinstance(error, KeyError) else ""
         raise ValueError(f"tree {spec!r}: {missing}expected {_FILES[kind]}") from None
     except ValueError as error:
-        near = _meant(spec)
-        fix = f"; did you mean {near}?" if near else f"; write for example {TREES[kind].example}"
-        if kind in _FILES:
-            fix = ""
+        fix = "" if kind in _FILES else f"; write for example {TREES[kind].example}"
         raise ValueError(f"tree {spec!r}: {str(error).removeprefix('tree: ')}{fix}") from None
 
 
@@ -230,100 +223,3 @@ def _tree_of(paths: Sequence[Sequence[int]]) -> Tree:
                 f"path {[*above, rank]}: list its parent and its siblings of lower rank too"
             )
     return tree_of_paths(known)
-
-
-# Other names of kinds and of keys.
-_ALSO = {
-    "k-ary": "kary",
-    "k_ary": "kary",
-    "linear": "chain",
-    "eagle-2": "eagle2",
-    "eagle_2": "eagle2",
-    "dynamic": "eagle2",
-    "opt-tree": "opt",
-    "opt_tree": "opt",
-}
-_NAMES = {name: name for name in TREES} | _ALSO
-_ALSO_KEYS = {
-    "topk": "beam",
-    "top_k": "beam",
-    "width": "beam",
-    "k": "beam",
-    "total_token": "nodes",
-    "tokens": "nodes",
-    "size": "nodes",
-    "n": "nodes",
-    "steps": "depth",
-    "length": "depth",
-    "threshold": "gain",
-    "p": "stop",
-}
-_WORD = re.compile(r"([a-z_]+) *[=:] *([\d.]+)|(\d+(?:\.\d+)?)")
-# Such as 3,2 or (3, 2) or 3x2.
-_COUNTS = re.compile(r"[\[(]?\d+([ ,;x*/]+\d+)+[\])]?")
-
-
-def _meant(spec: str) -> str | None:
-    """Return the spec that one which cannot be read likely stands for, such as `chain:2` for
-    `chain2`; None if there is none.
-    """
-    text = spec.strip()
-    name, rest = _kind_and_body(text)
-    if text.endswith(".json") and not name:
-        return f"static:{text}, or auto:{text} of a plan"
-    if not name and not _COUNTS.fullmatch(text):
-        return None
-    kind = _NAMES.get(name, "kary")
-    if kind in _FILES:
-        file = rest.strip(" =:()")
-        return f"{kind}:{file}" if file else kind
-    better = _rewritten(kind, rest.lower())
-    if better is None or better == spec:
-        return None
-    try:
-        parse_tree(better)
-    except ValueError:
-        return None
-    return better
-
-
-def _kind_and_body(text: str) -> tuple[str, str]:
-    """Split a spec into the name of a kind, as it stands or nearly, and the rest; the name is empty
-    if there is none.
-    """
-    lower = text.lower()
-    name = max((name for name in _NAMES if lower.startswith(name)), key=len, default="")
-    rest = text[len(name) :]
-    if name and not rest[:1].isalpha():
-        return name, rest
-    # A typing error. The digit of eagle2 is a part of its name.
-    head = re.match(r"[a-z_-]*[a-z]", lower)
-    for written in (lower.partition(":")[0], head[0] if head else ""):
-        if near := difflib.get_close_matches(written, _NAMES, n=1, cutoff=0.75):
-            return near[0], text[len(written) :]
-    return "", text
-
-
-def _rewritten(kind: str, body: str) -> str | None:
-    """Return the spec of a kind with the numbers and options that stand anywhere in `body`."""
-    body = re.sub(r"(?<=\d) *x *(?=\d)", ",", body)
-    if re.search("[a-z]", _WORD.sub("", body)):
-        return None
-    numbers: list[str] = []
-    options = []
-    for key, value, number in _WORD.findall(body):
-        keys = _GROWING.get(kind, ("stop",))
-        near = difflib.get_close_matches(_ALSO_KEYS.get(key, key), keys, n=1)
-        if near:
-            options.append(f"{near[0]}={value}")
-        else:
-            numbers.append(number or value)
-    if kind in _GROWING:
-        places = {1: ("nodes",), 3: ("depth", "beam", "nodes")}.get(len(numbers), ())
-        if len(places) != len(numbers):
-            return None
-        options += [f"{key}={number}" for key, number in zip(places, numbers, strict=True)]
-        return f"{kind}:{','.join(options)}" if options else kind
-    if kind == "chain" and len(numbers) > 1:
-        kind = "kary"
-    return f"{kind}:{','.join([*numbers, *options])}" if numbers else None

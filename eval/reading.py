@@ -466,7 +466,7 @@ def measure_alphas(
         counts = positions_per_prompt(step, len(rows), vocabulary_size(target))
         observers[step.name] = partial(root_sums, step, counts, seed)
     if diagnose:
-        observers["diagnosis"] = partial(diagnosis_of, sampling, seed)
+        observers["diagnosis"] = partial(diagnosis_of, sampling)
     readable: dict[str, AnyDraft] = {}
     measured: dict[str, AlphaMeasurement] = {}
     for name, draft in drafts.items():

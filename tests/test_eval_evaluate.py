@@ -196,7 +196,7 @@ def test_files_are_written(world, summary):
     out = Path(world.out)
     assert summary["report"] == str(out / "report.html") and Path(summary["report"]).is_file()
     # Two gains are a row of a table, not a figure.
-    plots = ("accept", "alpha", "calibration", "candidates", "cost", "tau")
+    plots = ("accept", "alpha", "calibration", "tau")
     assert sorted(path.stem for path in (out / "plots").iterdir()) == list(plots)
     assert "alignment raised acceptance in distribution from" in Path(summary["report"]).read_text()
 

@@ -13,11 +13,9 @@ import pytest
 
 from draftsmith.core.errors import InputError
 from draftsmith.eval.formats import number, percent
-from draftsmith.eval.report.figures import cost_figure
 from draftsmith.eval.report.findings import lead
 from draftsmith.eval.report.page import render_page
 from draftsmith.eval.report.tables import tables
-from draftsmith.eval.report.theme import LIGHT, Look, roles_of
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import SuiteKind
 from draftsmith.eval.summary import headline_and_table
@@ -91,7 +89,7 @@ def test_the_best_of_several_drafts_leads():
     assert head.changes[1].startswith("At T = 1, b, the best of 2 alignments, raised")
 
 
-def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_curve():
+def test_the_costs_of_a_step_are_in_forwards_of_the_target():
     results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
     calls, verifying = (list(results.rows(name)) for name in ("draft_call", "verify"))
     cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in calls]
@@ -102,24 +100,12 @@ def test_speed_over_cost_is_drawn_for_every_set_with_this_machine_on_its_own_cur
     # target's is .1 s.
     assert [row["value"] for row in calls] == pytest.approx([0.2] * 4)
     assert [row["value"] for row in verifying] == pytest.approx([1.1] * 4)
-    figure = cost_figure(results, Look(LIGHT, roles_of(["base", "mine"], "base")))
-    assert figure is not None
-    for ax, domain in zip(figure.axes, BOTH, strict=True):
-        assert ax.get_title(loc="left") == {"prose": "prose", "code": "code (OOD)"}[domain]
-        for draft in ("base", "mine"):
-            tau, depths, steps, speedup = (
-                (results.figure(name, draft, domain) or {"value": None})["value"] or 0.0
-                for name in ("tau", "depth_sum", "target_calls", "speedup")
-            )
-            expected = tau / (depths / steps * 0.2 + 1.1)
-            assert speedup == pytest.approx(expected)
-            marks = [line for line in ax.lines if line.get_xydata().shape == (1, 2)]  # type: ignore[union-attr]
-            assert any(line.get_xydata()[0] == pytest.approx([0.2, expected]) for line in marks)  # type: ignore[index]
-        assert {text.get_text() for text in ax.texts} == {
-            "68M for 7B",
-            "160M for 13B",
-            "EAGLE head for 7B",
-        }
+    for domain in BOTH:
+        tau, depths, steps, speedup = (
+            (results.figure(name, "mine", domain) or {"value": None})["value"] or 0.0
+            for name in ("tau", "depth_sum", "target_calls", "speedup")
+        )
+        assert speedup == pytest.approx(tau / (depths / steps * 0.2 + 1.1))
 
 
 def lines(results: Results, title: str) -> list[Any]:
@@ -260,7 +246,7 @@ def test_the_page_fits_a_phone_and_a_laptop(pages, tmp_path, name, width):
     assert page is not None
     assert int(page[1]) <= width
     # Panels of two points are rows of tables.
-    assert int(page[2]) == {"small": 1, "large": 4}[name]
+    assert int(page[2]) == {"small": 0, "large": 3}[name]
     # On a phone no table scrolls sideways, and what to do next is on the first screen.
     assert width > 390 or (page[3] == "0" and int(page[4]) < 844)
     assert "hip" in page[5] or "decided" in page[5]

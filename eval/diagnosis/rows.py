@@ -32,7 +32,6 @@ EDGES = {
 }
 # Length of the token n-grams that make two prompts similar.
 NGRAM = 3
-SHOWN_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens seen less often than this are not listed among those that lost most.
 LEAST_SEEN = 5
 # Tokens that are listed.
@@ -75,7 +74,6 @@ def diagnosis_rows(
                     gain = difference(sums[draft], sums[base], group.picks)
                     yield group.row("gain_by_part", draft, gain, part=part)
             yield from _calibration(group, draft, diagnosis)
-            yield from _candidates(group, draft, diagnosis)
             if draft not in bases:
                 yield from _lost(group, draft, positions["text"], alphas[draft], alphas[base])
 
@@ -209,14 +207,3 @@ def _ece(sums_B3: Floats) -> Floats:
     away: Floats = np.abs(accepted_B - sure_B).sum(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return away / mass_B.sum(-1)
-
-
-def _candidates(group: Group, draft: str, new: Sequence[Diagnosis]) -> Iterator[Row]:
-    counts = [len(values) for values in joined(new, "alpha")]
-    for k in SHOWN_CANDIDATES:
-        best = [prompt[k - 1] for prompt in joined(new, "best")]
-        yield group.row("candidates_best", draft, PromptSums.of(best, counts), at=k)
-    for k in SHOWN_CANDIDATES if group.temperature else ():
-        drawn = [prompt[k - 1] for prompt in joined(new, "drawn")]
-        accepted = PromptSums.of(drawn, joined(new, "drawn_count"))
-        yield group.row("candidates_drawn", draft, accepted, at=k)

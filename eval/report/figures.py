@@ -4,11 +4,9 @@ draft.
 Each figure is a function of the results and a look; None if there is nothing to show.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -26,16 +24,9 @@ from draftsmith.eval.seeds import draft_of, shown
 LINE = 0.25
 # Inches above and below the lines.
 FRAME = 0.75
+PANEL = 2.3  # inches of a panel's height
 NAME = 16  # characters of a name beside the dots
 HEADING = 36
-# Typical drafts: their share of the target's parameters, which is their cost if memory bandwidth is
-# the limit, and the side of the line on which the name stands.
-TYPICAL_COSTS: dict[str, tuple[float, Literal["left", "right"]]] = {
-    "68M for 7B": (0.068 / 6.7, "right"),
-    "160M for 13B": (0.162 / 13.0, "left"),
-    "EAGLE head for 7B": (0.24 / 6.7, "left"),
-}
-CHEAPEST = -50  # of the costs of a draft call that are drawn, in twentieths of a power of ten
 LEGEND_LINE = 0.23  # inches
 # Coordinates of what stands beside the line `y` of a dot plot.
 BESIDE = ("axes fraction", "data")
@@ -224,7 +215,6 @@ def _panels(
     titles: dict[str, str],
     draw: Callable[[Axes, str], object],
     label: str,
-    height: float = 2.3,
 ) -> Figure:
     """Panels two abreast, drawn by their key, with one legend and one label of the horizontal
     axis.
@@ -232,7 +222,7 @@ def _panels(
     columns = min(2, len(titles))
     lines = -(-len(titles) // columns)
     with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH, 0.6 + height * lines))
+        figure = Figure(figsize=(WIDTH, 0.6 + PANEL * lines))
         axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
         for ax, (key, title) in zip(axes, titles.items(), strict=False):
             draw(ax, key)
@@ -259,13 +249,10 @@ def _panels(
     return figure
 
 
-def _line(
-    ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float], **style: object
-) -> None:
-    named = {"label": shortened(draft_of(draft), 16), "marker": look.marker(draft), "ms": 4.5}
-    options: dict[str, Any] = {"color": look.colour(draft), **named, **style}
+def _line(ax: Axes, look: Look, draft: str, x: Sequence[float], y: Sequence[float]) -> None:
+    label = shortened(draft_of(draft), 16)
     if x:
-        ax.plot(x, y, **options)
+        ax.plot(x, y, color=look.colour(draft), label=label, marker=look.marker(draft), ms=4.5)
 
 
 def _curve(
@@ -273,11 +260,8 @@ def _curve(
     look: Look,
     draft: str,
     points: Iterable[tuple[float | None, Row]],
-    *,
-    bars: bool = False,
-    **style: object,
 ) -> None:
-    """Draw figures over x, with their intervals if `bars`, without points that are not defined."""
+    """Draw figures over x with their intervals, without points that are not defined."""
     xs: list[float] = []
     values: list[float] = []
     for x, row in points:
@@ -285,10 +269,10 @@ def _curve(
             continue
         xs.append(x)
         values.append(row["value"])
-        if bars and row["low"] is not None and row["high"] is not None:
+        if row["low"] is not None and row["high"] is not None:
             ends = [row["low"], row["high"]]
             ax.plot([x, x], ends, color=look.colour(draft), lw=1.2, alpha=0.5)
-    _line(ax, look, draft, xs, values, **style)
+    _line(ax, look, draft, xs, values)
 
 
 def _by_at(rows: Sequence[Row]) -> list[tuple[float | None, Row]]:
@@ -329,7 +313,7 @@ def accept_figure(results: ResultsTable, look: Look) -> Figure | None:
 
     def draw(ax: Axes, domain: str) -> None:
         for draft in drafts:
-            _curve(ax, look, draft, _by_at(series(draft, domain)), bars=True)
+            _curve(ax, look, draft, _by_at(series(draft, domain)))
         ax.set_ylim(SHARES)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
 
@@ -350,7 +334,7 @@ def context_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.shown:
             rows = {row["part"]: row for row in results.series("alpha_by_part", draft, kind)}
             points = [(x, rows[part]) for x, part in enumerate(parts) if part in rows]
-            _curve(ax, look, draft, points, bars=True)
+            _curve(ax, look, draft, points)
         ax.set_ylim(SHARES)
         ax.set_xticks(range(len(parts)), ["0", *map(str, EDGES[CONTEXT])], fontsize="x-small")
 
@@ -369,30 +353,10 @@ def calibration_figure(results: ResultsTable, look: Look) -> Figure | None:
         for draft in results.drafts:
             sure = [row["value"] for row in results.series("confidence", draft, kind)]
             taken = results.series("acceptance", draft, kind)
-            _curve(ax, look, draft, zip(sure, taken, strict=True), bars=True)
+            _curve(ax, look, draft, zip(sure, taken, strict=True))
         ax.set_ylim(SHARES)
 
     return _by_kind(results, look, draw, "confidence", "confidence of the draft")
-
-
-def candidates_figure(results: ResultsTable, look: Look) -> Figure | None:
-    """Acceptance against the number of candidates: drawn (solid) and most probable (dashed)."""
-
-    def draw(ax: Axes, kind: str) -> None:
-        for draft in results.drafts:
-            best = results.series("candidates_best", draft, kind)
-            drawn = results.series("candidates_drawn", draft, kind)
-            dashed: dict[str, Any] = {"ls": (0, (3, 2))}
-            if drawn:
-                dashed["label"] = None
-            _curve(ax, look, draft, _by_at(best), **dashed)
-            if drawn:
-                _curve(ax, look, draft, _by_at(drawn))
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([1, 4, 16, 64], ["1", "4", "16", "64"])
-        ax.set_ylim(SHARES)
-
-    return _by_kind(results, look, draw, "candidates_best", "candidates k")
 
 
 def _by_kind(
@@ -404,106 +368,3 @@ def _by_kind(
     titles: dict[str, str] = {kind: KIND_TITLES[kind] for kind in results.kinds}
     label = f"{label}, T = {results.top_temperature:g}"
     return _panels(look, titles, draw, label) if any(results.rows(needs)) else None
-
-
-def cost_figure(results: ResultsTable, look: Look) -> Figure | None:
-    """Expected speedup by measured tau over the cost of a draft call, per draft and set, and this
-    machine's speedup.
-    """
-    method = next((method for method in results.methods if results.lossless(method[1])), None)
-    if method is None:
-        return None
-    domains = results.domains()
-    lines = []
-    # A copied token costs no call of a draft.
-    drafts = [name for name in results.drafts if not results.copies_first(name)]
-    for draft in drafts:
-        lines += [_CostLine.of(results, draft, domain, method) for domain in domains]
-    # As far as this machine's most costly draft, so that its mark stands beside a line.
-    most = max((line.call or 0.0 for line in lines), default=0.0)
-    last = math.ceil(20 * math.log10(max(1.0, most)))
-    powers = range(CHEAPEST, 1 + last)
-    costs = [10 ** (power / 20) for power in powers]
-    highest = [1.0]
-
-    def draw(ax: Axes, domain: str) -> None:
-        for line in lines:
-            if line.domain == domain and line.depth and line.tau:
-                highest.append(line.draw(ax, look, costs))
-        _typical_costs(ax, look)
-        ax.axhline(1, color=look.colours["soft"], lw=1)
-        ax.set_xscale("log")
-        ax.set_ylim(0, 1.06 * max(highest))
-
-    if not lines:
-        return None
-    label = f"cost of one draft call / one target call (T = {results.top_temperature:g})"
-    return _panels(look, _sets(results), draw, label, 2.7)
-
-
-@dataclass(frozen=True)
-class _CostLine:
-    """What the speed of a draft on a set follows from. depth: draft calls per step, 0 if unknown.
-    call, speedup: as timed on this machine.
-    """
-
-    draft: str
-    domain: str
-    tau: float
-    depth: float
-    call: float | None
-    speedup: float | None
-
-    @classmethod
-    def of(
-        cls, results: ResultsTable, draft: str, domain: str, method: tuple[str, str]
-    ) -> "_CostLine":
-        def value(figure: str) -> float | None:
-            row = results.figure(figure, draft, domain, None, method[0], method[1])
-            return row["value"] if row else None
-
-        steps = value("target_calls")
-        depth = (value("depth_sum") or 0.0) / steps if steps else 0.0
-        return cls(
-            draft=draft,
-            domain=domain,
-            tau=value("tau") or 0.0,
-            depth=depth,
-            call=value("draft_call"),
-            speedup=value("speedup"),
-        )
-
-    def expected(self, cost: float) -> float:
-        """A tree is drafted level by level, and verifying it costs as much as decoding one
-        token.
-        """
-        return self.tau / (self.depth * cost + 1)
-
-    def draw(self, ax: Axes, look: Look, costs: Sequence[float]) -> float:
-        """Draw the line and this machine's mark; return the highest value."""
-        expected = [self.expected(cost) for cost in costs]
-        _line(ax, look, self.draft, costs, expected, markevery=(10, 24))
-        if self.call is None or self.speedup is None:
-            return expected[0]
-        # A draft too cheap to be told from none stands at the left edge.
-        at = max(self.call, costs[0])
-        ends = [self.speedup, self.expected(at)]
-        _line(ax, look, self.draft, [at, at], ends, marker="", label=None, ls=":")
-        hollow = {"ms": 9, "mfc": look.colours["paper"], "mew": 1.8}
-        _line(ax, look, self.draft, [at], [self.speedup], label=None, **hollow)
-        return max(expected[0], self.speedup)
-
-
-def _typical_costs(ax: Axes, look: Look) -> None:
-    for name, (typical, side) in TYPICAL_COSTS.items():
-        ax.axvline(typical, color=look.colours["line"], lw=1, zorder=0)
-        ax.annotate(
-            name,
-            (typical, 0.03),
-            xycoords=ax.get_xaxis_transform(),
-            rotation=90,
-            va="bottom",
-            ha=side,
-            fontsize=7.5,
-            color=look.colours["soft"],
-        )

@@ -40,9 +40,7 @@ FIGURES = {
     "accept": figures.accept_figure,
     "context": figures.context_figure,
     "tau": figures.tau_figure,
-    "cost": figures.cost_figure,
     "calibration": figures.calibration_figure,
-    "candidates": figures.candidates_figure,
 }
 
 
