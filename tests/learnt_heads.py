@@ -35,7 +35,10 @@ def learn(
         )
     out, head = (
         place / str(kind),
-        {"eagle3": HeadOptions(test_steps=AHEAD), "medusa": HeadOptions(num_heads=AHEAD)},
+        {
+            "eagle3": HeadOptions(test_steps=AHEAD, norms="eagle3"),
+            "medusa": HeadOptions(num_heads=AHEAD),
+        },
     )
     head |= dict.fromkeys(("dflash", "jetspec"), HeadOptions(num_layers=2, block_size=AHEAD + 1))
     common: dict[str, Any] = {

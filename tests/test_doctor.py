@@ -179,7 +179,7 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
     # same.
     assert serving == {
         "eagle": {"SafeAILab/EAGLE", "vllm", "sglang"},
-        "eagle3": {"vllm", "sglang", "llama.cpp"},
+        "eagle3": {"vllm", "sglang"},
         "mtp": set(),
         "medusa": {"vllm"},
         "hydra": set(),
@@ -205,12 +205,12 @@ def test_commands_of_documentation_are_marked():
 def test_the_norms_of_eagle31_need_a_version(tmp_path):
     target = load_model(TARGET, device="cpu")
     head: Any = HEADS["eagle3"]
-    save_head(head.fresh(target, norms="eagle31"), tmp_path / "head")
+    save_head(head.fresh(target), tmp_path / "head")
     found = verdicts(TARGET, str(tmp_path / "head"))
     needs = {"vllm": "EAGLE-3.1 needs vllm 0.25.0", "sglang": "EAGLE-3.1 needs sglang 0.5.12"}
     assert {engine for engine in found if found[engine]["serves"]} == set(needs)
     assert all(said in found[engine]["reason"] for engine, said in needs.items())
-    assert "'fc_norm', which moves a norm; use --format" in found["llama.cpp"]["reason"]
+    assert "norms of EAGLE-3.1 (train one with --head.norms eagle3)" in found["llama.cpp"]["reason"]
 
 
 def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
@@ -232,7 +232,8 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
         if architecture:
             values = json.loads(config.read_text()) | {"architectures": [architecture]}
             config.write_text(json.dumps(values))
-        save_head(HEADS["eagle3"].fresh(target), tmp_path / f"{name}-head")
+        head: Any = HEADS["eagle3"]
+        save_head(head.fresh(target, norms="eagle3"), tmp_path / f"{name}-head")
         said[name] = verdicts(str(tmp_path / name), str(tmp_path / f"{name}-head"))["vllm"]
     assert {name: each["serves"] for name, each in said.items()} == {
         "gemma": False,

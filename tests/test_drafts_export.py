@@ -60,8 +60,8 @@ SHAPE: dict[str, Any] = {
 }
 HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target),
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 290, 2)),
-    "eagle3-full": lambda target: Eagle3Head.fresh(target),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 290, 2), norms="eagle3"),
+    "eagle3-full": lambda target: Eagle3Head.fresh(target, norms="eagle3"),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=2),
 }
@@ -248,7 +248,7 @@ NORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path):
     flags, refused = NORMS[name]
-    fresh = Eagle3Head.fresh(target)
+    fresh = Eagle3Head.fresh(target, norms="eagle3")
     layers = 1 if flags else 2
     config = replace(fresh.config, num_hidden_layers=layers, **dict.fromkeys(flags, True))  # type: ignore[arg-type]
     head = stirred(Eagle3Head(config, target))

@@ -202,7 +202,7 @@ def test_eagle_computes_what_its_paper_says(target, tmp_path):
 
 @torch.no_grad()
 def test_eagle3_computes_what_its_paper_says(target, tmp_path):
-    head = stirred(Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB))
+    head = stirred(Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB, norms="eagle3"))
     assert isinstance(head, Eagle3Head)
     save_head(head, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

@@ -357,15 +357,18 @@ def test_llama_cpp_drafts_with_matrices_of_every_type(kind, even, tmp_path):
 def eagle3(tmp_path_factory):
     """A head on the demo's target with parameters away from where they began, and its directory."""
     target = load_model(str(PAIR / "target"), device="cpu")
-    head = stirred(Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)), 0.02)
+    fresh = Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2), norms="eagle3")
+    head = stirred(fresh, 0.02)
     path = tmp_path_factory.mktemp("eagle3") / "head"
     save_head(head, path)
     return head.eval(), path
 
 
 SPECULATORS_HEADS: dict[str, Callable[[Any], Head]] = {
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2)),
-    "eagle3.1": lambda target: Eagle3Head.fresh(target, norms="eagle31"),
+    "eagle3": lambda target: Eagle3Head.fresh(
+        target, draft_vocab=range(0, 4096, 2), norms="eagle3"
+    ),
+    "eagle3.1": lambda target: Eagle3Head.fresh(target),
     "dflash": lambda target: DFlashHead.fresh(target, num_layers=2, block_size=4),
     "dspark": lambda target: DSparkHead.fresh(target, num_layers=2, block_size=4),
 }

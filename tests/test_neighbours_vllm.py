@@ -276,7 +276,7 @@ def test_the_norms_of_eagle31_are_those_of_vllm(tmp_path):
     """By both layouts that carry them; from depth 2 on its features are the normed ones."""
     engine("vllm")
     served = Served(TARGET, tmp_path)
-    head = HeadOptions(test_steps=AHEAD, norms="eagle31")
+    head = HeadOptions(test_steps=AHEAD)
     learn("eagle3", TARGET, LEARNT, tmp_path, draft_vocab_size=2048, head=head)
     for name in ("eagle3", "eagle3 of SGLang"):
         served.export(name, samples=False)

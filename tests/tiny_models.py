@@ -49,8 +49,8 @@ HEADS: dict[str, Callable[[PreTrainedModel], Head]] = {
 DRAFT_VOCAB = [0, 1, 5, 6, 7, 11, 20, 21, 30, 37, 38, 39]
 FRESH: dict[str, Callable[[PreTrainedModel], Head]] = {
     "eagle": lambda target: EagleHead.fresh(target),
-    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB),
-    "eagle3-3.1": lambda target: Eagle3Head.fresh(target, norms="eagle31", num_layers=2),
+    "eagle3": lambda target: Eagle3Head.fresh(target, draft_vocab=DRAFT_VOCAB, norms="eagle3"),
+    "eagle3-3.1": lambda target: Eagle3Head.fresh(target, num_layers=2),
     "mtp": lambda target: MtpHead.fresh(target),
     "medusa": lambda target: MedusaHeads.fresh(target, num_heads=3, num_layers=2),
     "hydra": lambda target: HydraHeads.fresh(target, num_heads=3, num_layers=2),

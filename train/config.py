@@ -86,7 +86,9 @@ class HeadOptions:
     num_layers: Rare[AtLeast1 | None] = None
     """Medusa, Hydra: residual layers per head; 1. Decoder layers: EAGLE-3 1, block drafters 5."""
     norms: Rare[Literal["eagle3", "eagle31"] | None] = None
-    """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth."""
+    """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth;
+    `eagle3` does not, for llama.cpp and the authors' code. eagle31.
+    """
     test_steps: Rare[AtLeast1 | None] = None
     """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3, EAGLE-1 1."""
     step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None

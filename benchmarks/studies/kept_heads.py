@@ -78,7 +78,7 @@ def start(target_name: str, sets: Sequence[str], shape: Shape, place: Path) -> N
     counts = token_counts(row["response_ids"] for row in rows)
     ids = sorted(token for token, _ in counts.most_common(shape.draft_vocab))
     target = load_model(target_name, device="cpu", dtype="float32")
-    published = Eagle3Head.fresh(target, draft_vocab=ids).config
+    published = Eagle3Head.fresh(target, draft_vocab=ids, norms="eagle3").config
     head = Eagle3Head(replace(published, intermediate_size=shape.feed_forward), target)
     draw(head.fc, nn.ModuleList([head.midlayer]), seed=1)
     start_as(head.lm_head.weight, head.borrowed, torch.tensor(ids))

@@ -232,11 +232,9 @@ class Pair:
         attends = f"the head attends to a window of {window} tokens"
         return f"{attends}, which this layout supports for causal blocks only" if window else ""
 
-    def _norm_moved(self, *options: str) -> str:
-        for option in options:
-            if getattr(self.head.config, option):
-                return f"the head sets '{option}', which moves a norm"
-        return ""
+    def _norm_moved(self, option: str) -> str:
+        moved = getattr(self.head.config, option)
+        return f"the head sets '{option}', which moves a norm" if moved else ""
 
     def norm_before_residual(self) -> str:
         return self._norm_moved("norm_before_residual")
@@ -249,7 +247,9 @@ class Pair:
         return self._norm_moved("norm_before_fc")
 
     def norms_of_31(self) -> str:
-        return self._norm_moved("fc_norm", "norm_output")
+        if not (self.head.config.fc_norm or self.head.config.norm_output):
+            return ""
+        return "the head has the norms of EAGLE-3.1 (train one with --head.norms eagle3)"
 
     def longrope(self) -> str:
         if _rope_type(self.head.config) != "longrope":

@@ -208,7 +208,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         target: PreTrainedModel,
         *,
         draft_vocab: Sequence[int] | None = None,
-        norms: Norms = "eagle3",
+        norms: Norms = "eagle31",
         num_layers: int = 1,
         seed: int = 0,
     ) -> "Eagle3Head":
