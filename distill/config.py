@@ -161,6 +161,8 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
     """Directory for the target's hidden states of every row, which vLLM gives with the answer; for
     `train --states`. In process, or served on this machine with a shared directory.
     """
+    states_8bit: Rare[NotIdentity[bool]] = False
+    """A state takes 8 bits a value and a scale a token: half of the engine's 16 bits."""
     states_layers: Rare[NotIdentity[list[AtLeast1]]] = field(default_factory=list)
     """Layers whose output is kept in addition to the last one's, from 1. Default: those that a
     fresh EAGLE-3 head reads.
@@ -178,7 +180,9 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
             )
         self.mixture()
         if self.states is None:
-            refuse_unused(self, {"states_layers": "there is no --states"})
+            refuse_unused(
+                self, dict.fromkeys(("states_8bit", "states_layers"), "there is no --states")
+            )
         elif self.engine not in ("vllm", "openai"):
             raise InputError(
                 f"states: --engine {self.engine} writes none; take vllm, or openai before a vLLM "
@@ -236,7 +240,15 @@ class StatesConfig(DistillConfig):
         super().__post_init__()
         if self.states is None:
             raise InputError("states: is missing; name the directory for the states")
-        read = {"target", "engine", "states", "states_of", "states_layers", *_ENGINE_OF}
+        read = {
+            "target",
+            "engine",
+            "states",
+            "states_of",
+            "states_8bit",
+            "states_layers",
+            *_ENGINE_OF,
+        }
         read |= {option.key for option in options_of(TargetOptions)}
         reason = "the answers exist"
         refuse_unused(self, {key: reason for key in vars(self) if key not in read})

@@ -120,6 +120,21 @@ def test_a_local_run_goes_on_with_files_of_an_engine(pair, tmp_path):
         cache.flush()
 
 
+def test_eight_bits_round_each_token_by_its_largest_value(pair, tmp_path):
+    """Files of 8 bits are found by themselves, and those of the target's dtype come first."""
+    target, ends = pair
+    write(tmp_path, target, (2, 4), last=1, eight_bits=True)
+    rounded = [stored(tmp_path, ends, (2, 4)).get(ids) for ids in rows()]
+    files = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
+    write(tmp_path, target, (2, 4), last=1)
+    for found, ids in zip(rounded, rows(), strict=True):
+        exact = stored(tmp_path, ends, (2, 4)).get(ids)
+        largest = exact.abs().amax(-1, keepdim=True)
+        assert found.dtype == exact.dtype and not torch.equal(found, exact)
+        assert ((found - exact).abs() <= largest / 253).all()
+    assert 2 * sum(files) < sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+
+
 def test_a_row_that_is_cut_has_the_states_of_the_whole(pair, tmp_path):
     target, ends = pair
     write(tmp_path, target, (2, 4), last=1)

@@ -163,6 +163,10 @@ def test_a_set_that_is_there_gets_its_states(engine, target_dir, distilled, tmp_
     out, said = door.ok(*there, "--states", states)
     assert "states of 48 rows, 48 asked for now" in out and "192 bytes a token, at" in said
     same_states(target_dir, rows_of(distilled), states)
+    out, said = door.ok(*there, "--states", tmp_path / "eight", "--states_8bit")
+    assert "48 asked for now" in out and "48 bytes a token, at" in said
+    out, _ = door.ok(*there, "--states", tmp_path / "eight", "--states_8bit")
+    assert "states of 48 rows, 0 asked for now" in out
     said = door.refused(*there, "--states", states, "--states_layers", 3)
     assert "states_layers: 3 is beyond the 2 layers" in said
     said = door.refused(*there, "--states", states, "--temperature", 0.5)

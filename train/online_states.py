@@ -136,7 +136,7 @@ class OnlineStates(StoredStates):
         key = self._key(ids)
         file = self._file(key)
         states = zip(self._names, states_LTH, strict=True)
-        tensors = {self.key(ids, name): state_TH.contiguous() for name, state_TH in states}
+        tensors = {self.key(ids, name): self._stored(state_TH) for name, state_TH in states}
         with writing(file):
             file.write_bytes(save(tensors))
         with self._changed:

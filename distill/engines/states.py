@@ -74,6 +74,7 @@ class StateWriter:
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
         self._place = config.states
+        self._eight_bits = config.states_8bit
         self.files: Files | None = None
         self._began = time.monotonic()
         self._rows = self._tokens = self._bytes = 0
@@ -93,7 +94,9 @@ class StateWriter:
         """Begin to keep states of this dtype."""
         if self.files is None:
             names = [*self.layers[:-1], RAW_LAST]
-            self.files = FeatureCache(self._place, self._digest, names, dtype, _NO_LIMIT)
+            self.files = FeatureCache(
+                self._place, self._digest, names, dtype, _NO_LIMIT, eight_bits=self._eight_bits
+            )
 
     def has(self, ids: Sequence[int]) -> bool:
         """Whether all states of a row are kept."""
@@ -112,7 +115,7 @@ class StateWriter:
         self.files.put(self.rows.pop(key[0], ids), states_LTH)
         self._rows += 1
         self._tokens += states_LTH.shape[1]
-        self._bytes += states_LTH.nbytes
+        self._bytes += states_LTH.nbytes // (states_LTH.itemsize if self._eight_bits else 1)
         if self._rows == _FIRST:
             self._say_cost()
 

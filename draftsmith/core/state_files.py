@@ -9,7 +9,7 @@ roads share files.
     DIR/<hash of (target, dtype)>/identity.json
 
 One tensor per document and layer: [T, H], or [T - 1, H] from an engine, which never reads the last
-token.
+token. In 8 bits it is int8 [T, H + 4]: a token's values over its scale, and that, fp32.
 
 Legend: T tokens, L layers, H hidden size.
 """
@@ -31,6 +31,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import final_norm, layout_of
 from draftsmith.core.hub import cached
 from draftsmith.core.io import (
+    JsonObject,
     atomic_file,
     canonical_json,
     hash_json,
@@ -48,6 +49,8 @@ _IDENTITY = "identity.json"
 _WEIGHTS = "model.safetensors"
 # Rows of a tensor that tell two checkpoints apart.
 _SAMPLED = 4
+_EIGHT_BITS = "int8"
+_SCALE_BYTES = 4
 RAW_LAST = "raw last"
 """The name of the last layer's output, before the final norm."""
 
@@ -56,8 +59,8 @@ class StateFiles:
     """Target states of documents in files, by content.
 
     directory: may be shared by runs, processes and targets. fingerprint: of the target
-    (`checkpoint_digest`). layers: names of its states (`state_names`). dtype: of what is stored and
-    given back. A shard that is damaged counts as absent.
+    (`checkpoint_digest`). layers: names of its states (`state_names`). dtype: of what is given
+    back, and stored unless `eight_bits`. A shard that is damaged counts as absent.
     """
 
     def __init__(
@@ -66,11 +69,15 @@ class StateFiles:
         fingerprint: str,
         layers: Sequence[int | str],
         dtype: torch.dtype,
+        *,
+        eight_bits: bool = False,
     ) -> None:
         self.layers = tuple(layers)
         self.dtype = dtype
-        self._identity = {"target": fingerprint, "dtype": str(dtype).removeprefix("torch.")}
-        self._directory = Path(directory) / hash_json(self._identity)[:16]
+        self._eight_bits = eight_bits
+        stored = _EIGHT_BITS if eight_bits else str(dtype).removeprefix("torch.")
+        self._identity = {"target": fingerprint, "dtype": stored}
+        self._directory = _place_of(directory, self._identity)
         self._file_of: dict[str, Path] = {}
         self._readers: dict[Path, Any] = {}
         self._waiting: dict[str, Tensor] = {}
@@ -109,7 +116,11 @@ class StateFiles:
         except (OSError, SafetensorError):
             self._forget(file)
             return None
-        return state_TH
+        return _unpacked(state_TH, self.dtype) if self._eight_bits else state_TH
+
+    def _stored(self, state_TH: Tensor) -> Tensor:
+        """What a file holds of a state."""
+        return _packed(state_TH) if self._eight_bits else state_TH.contiguous()
 
     def _open(self, file: Path) -> Any:
         if sha256_file(file) != file.stem:
@@ -124,6 +135,21 @@ class StateFiles:
         self._readers.pop(file, None)
         self._file_of = {key: other for key, other in self._file_of.items() if other != file}
         file.unlink(missing_ok=True)
+
+
+def _place_of(place: str | Path, identity: JsonObject) -> Path:
+    return Path(place) / hash_json(identity)[:16]
+
+
+def _packed(state_TH: Tensor) -> Tensor:
+    scale_T1 = state_TH.float().abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    values_TH = (state_TH.float() / scale_T1).round().to(torch.int8)
+    return torch.cat([values_TH, scale_T1.view(torch.int8)], dim=-1)
+
+
+def _unpacked(packed: Tensor, dtype: torch.dtype) -> Tensor:
+    scale_T1 = packed[:, -_SCALE_BYTES:].contiguous().view(torch.float32)
+    return (packed[:, :-_SCALE_BYTES] * scale_T1).to(dtype)
 
 
 def _of_length(state_TH: Tensor, length: int) -> Tensor:
@@ -147,8 +173,10 @@ class FeatureCache(StateFiles):
         max_bytes: int,
         process: int = 0,
         processes: int = 1,
+        *,
+        eight_bits: bool = False,
     ) -> None:
-        super().__init__(directory, fingerprint, layers, dtype)
+        super().__init__(directory, fingerprint, layers, dtype, eight_bits=eight_bits)
         if process == 0:
             remove_leftovers(self._directory)
         shards = Path(directory).rglob("*.safetensors")
@@ -165,7 +193,7 @@ class FeatureCache(StateFiles):
             key = self.key(ids, layer)
             if self._room <= 0 or key in self._waiting or key in self._file_of:
                 continue
-            self._waiting[key] = state_TH.detach().to("cpu", copy=True).contiguous()
+            self._waiting[key] = self._stored(state_TH.detach().to("cpu", copy=True))
             if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._shard_bytes:
                 self.flush()
 
@@ -209,7 +237,11 @@ class StoredStates(StateFiles):
         fingerprint: str,
         layers: Sequence[int],
     ) -> None:
-        super().__init__(directory, fingerprint, state_names(target, layers), target.dtype)
+        names = state_names(target, layers)
+        dtype = str(target.dtype).removeprefix("torch.")
+        eight_bits = not _place_of(directory, {"target": fingerprint, "dtype": dtype}).exists()
+        eight_bits &= _place_of(directory, {"target": fingerprint, "dtype": _EIGHT_BITS}).exists()
+        super().__init__(directory, fingerprint, names, target.dtype, eight_bits=eight_bits)
         self._place = directory
         self._check_any()
         self._norm = final_norm(target)
