@@ -26,19 +26,12 @@ from draftsmith.decode import (
     BatchOutput,
     Generation,
     SpeculativeDecoder,
-    Tree,
-    takes_trees,
 )
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, proposer_of
+from draftsmith.eval.copying import AnyDraft, JoinedDraft, proposer_of
 from draftsmith.eval.method import Method
 
 WARM_UP_TOKENS = 8
-# Trees of one level separate the cost of drafting from that of verifying.
-# Number of prompts that such trees are timed on.
-COST_PROMPTS = 2
-# Most nodes of such a tree.
-MOST_NODES = 64
 # Counts of `decode.stats` that are kept per prompt.
 COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
 COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
@@ -73,7 +66,6 @@ class SpeedRun(TypedDict):
     verifier: str | None
     emitted: list[int]
     target_calls: list[int]
-    depth_sum: list[int]
     prefill_s: list[float]
     decode_s: list[float]
 
@@ -81,25 +73,20 @@ class SpeedRun(TypedDict):
 class SpeedMeasurement(TypedDict):
     """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
     and after.
-
-    `one_level`: runs of the first prompts with a tree of one level and as many nodes; each has the
-    draft, tree and verifier of the run that it belongs to.
     """
 
     prompt_ids: list[str]
     runs: list[SpeedRun]
-    one_level: list[SpeedRun]
     load: list[float]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A decoder that is timed. `one_level`: its tree stands for the method's nodes as one level."""
+    """A decoder that is timed."""
 
     decoder: SpeculativeDecoder
     draft: str | None = None
     method: Method | None = None
-    one_level: bool = False
     outputs: list[BatchOutput] = field(default_factory=list)
 
     def run(self) -> SpeedRun:
@@ -111,7 +98,6 @@ class Contender:
             verifier=self.method.verifier if self.method else None,
             emitted=[len(row.output_ids) for row in rows],
             target_calls=[row.stats.target_calls for row in rows],
-            depth_sum=[row.stats.depth_sum for row in rows],
             prefill_s=[output.prefill_s for output in self.outputs],
             decode_s=[output.decode_s for output in self.outputs],
         )
@@ -198,12 +184,10 @@ class Task:
         self,
         drafts: Mapping[str, AnyDraft],
         methods: Mapping[str, Sequence[Method]],
-        costs_of: Method | None = None,
         tick: Tick = no_tick,
     ) -> SpeedMeasurement:
         """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
-        order. On the first prompts, also time every draft on one level of as many nodes as the
-        method `costs_of` has.
+        order.
 
         Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
         of warm caches. Each is warmed up once before the clock counts.
@@ -214,41 +198,22 @@ class Task:
             for method in methods[name]:
                 decoder = decoder_of(self.target, draft, method, self.compile)
                 contenders.append(Contender(decoder, name, method))
-            # A copied token costs no forward of a draft.
-            if costs_of is None or isinstance(draft, CopyingDraft | JoinedDraft):
-                continue
-            # A level of several nodes is a tree, which not every model can verify or draft.
-            if takes_trees(self.target, draft):
-                decoder = self._one_level(draft, costs_of)
-                contenders.append(Contender(decoder, name, costs_of, one_level=True))
         for contender in contenders:
             tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
             self._generate(contender.decoder, self.prompts[:1], contender.method, tokens)
         for index, prompt in enumerate(self.prompts):
             turn = index % len(contenders)
             for contender in contenders[turn:] + contenders[:turn]:
-                if contender.one_level and index >= COST_PROMPTS:
-                    continue
                 output = self._generate(
                     contender.decoder, [prompt], contender.method, self.max_new_tokens
                 )
                 contender.outputs.append(output)
-                tick(0 if contender.one_level else 1)
+                tick(1)
         return SpeedMeasurement(
             prompt_ids=[prompt.id for prompt in self.prompts],
-            runs=[contender.run() for contender in contenders if not contender.one_level],
-            one_level=[contender.run() for contender in contenders if contender.one_level],
+            runs=[contender.run() for contender in contenders],
             load=[load, os.getloadavg()[0]],
         )
-
-    def _one_level(self, draft: AnyDraft, method: Method) -> SpeculativeDecoder:
-        """Return a decoder of one level with as many nodes as a method has."""
-        nodes = min(method.shape.size, MOST_NODES)
-        # A verifier of chains takes one candidate a level: the cheapest rule for several stands in.
-        rule = "exact" if method.shape.size == method.shape.depth else method.verifier
-        tree = Tree((-1,) * nodes)
-        proposer = proposer_of(draft)
-        return SpeculativeDecoder(self.target, proposer, tree, rule, compile=self.compile)
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick

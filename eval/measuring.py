@@ -250,17 +250,11 @@ class Evaluation:
     def _time(self, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
         config = self.request.config
         methods = self.request.asked
-        # Figures of speed lead with the highest temperature and the first lossless method.
-        costs_of = next((method for method in methods if method.lossless), None)
-        hottest = sampling.temperature == max(config.temperature)
-        if costs_of is not None and (costs_of.shape.depth == 1 or not hottest):
-            costs_of = None
         decides = self._decides("speed", suite, sampling) | {
             "prompts": config.speed_prompts,
             "drafts": {name: identity(self.models[name]) for name in self.drafts},
             "methods": [method.facts for method in methods],
             "machine": machine(self.pair.target),
-            "costs_of": None if costs_of is None else costs_of.facts,
         }
         if config.compile:
             decides["compile"] = True
@@ -270,7 +264,7 @@ class Evaluation:
         runs = 1 + self.request.runs
         return self.cell(
             decides,
-            partial(task.speed, self.drafts, self.request.methods, costs_of),
+            partial(task.speed, self.drafts, self.request.methods),
             f"timing: {suite.name}, T={sampling.temperature:g}",
             units=runs * len(prompts),
             who="main" if groups() == launched() else "all",

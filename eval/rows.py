@@ -36,7 +36,6 @@ from draftsmith.eval.decoding import (
     BaselineMeasurement,
     Identity,
     SpeedMeasurement,
-    SpeedRun,
 )
 from draftsmith.eval.diagnosis.root_step import RootStep
 from draftsmith.eval.method import Method
@@ -353,44 +352,6 @@ def _with_prompt(runs: Sequence[Any]) -> PromptSums:
     return PromptSums(rate.numerator_P, rate.denominator_P + prefill_P)
 
 
-def cost_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
-    """The cost of a draft call and of verifying, in steps of the target alone, for trees of several
-    levels.
-
-    A step takes `calls` forwards of the draft and one verification. The same nodes as one level
-    take a single forward of the draft, so the difference separates the two costs.
-    """
-    for group in setting.groups():
-        timed = measured.speeds.get((group.domain, group.temperature))
-        if timed is None:
-            continue
-        for level in timed["one_level"]:
-            run = next(run for run in timed["runs"] if _how(run) == _how(level))
-            count = len(level["decode_s"])
-            alone_s = _per_step(timed["runs"][0], "decode_s", count)
-            step_s = _per_step(run, "decode_s", count)
-            flat_s = _per_step(level, "decode_s", count)
-            calls = _per_step(run, "depth_sum", count)
-            if calls <= 1 or not alone_s or not flat_s:
-                continue
-            draft, tree, verifier = _how(run)
-            method = Method(tree, verifier)
-            draft_call = max(0.0, (step_s - flat_s) / (calls - 1)) / alone_s
-            verify = max(0.0, flat_s / alone_s - draft_call)
-            groups = len(set(setting.prompt_groups[group.domain][:count]))
-            yield group.row("draft_call", draft, draft_call, method, n=groups)
-            yield group.row("verify", draft, verify, method, n=groups)
-
-
-def _how(run: SpeedRun) -> tuple[str, str, str]:
-    return run["draft"] or "", run["tree"] or "", run["verifier"] or ""
-
-
-def _per_step(run: SpeedRun, key: Literal["decode_s", "depth_sum"], count: int) -> float:
-    """Over the first `count` prompts; 0 without steps."""
-    return sum(run[key][:count]) / max(1, sum(run["target_calls"][:count]))
-
-
 def counts(setting: Setting, measured: Measured) -> Iterator[Counts]:
     """Per-prompt sums of every suite, from which two evaluations are compared prompt by prompt."""
     for (suite, temperature), baseline in measured.baselines.items():
@@ -475,7 +436,7 @@ def assemble(
 ) -> ResultsDocument:
     """Make results.json. `diagnosis` are the rows of `eval.diagnosis.rows`."""
     rows: list[Row] = []
-    for make in (alpha_rows, decoding_rows, prediction_rows, speed_rows, cost_rows):
+    for make in (alpha_rows, decoding_rows, prediction_rows, speed_rows):
         rows += make(setting, measured)
     methods = setting.all_methods
     return ResultsDocument(

@@ -77,11 +77,9 @@ def made_up(
             emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
             alone = {
                 "target_calls": [20] * prompts,
-                "depth_sum": [0] * prompts,
                 "decode_s": [2.0] * prompts,
             }
             runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]
-            one_level: list[Any] = []
             for draft, gain in gains.items():
                 noise = rng.normal(0, 0.01, size=prompts // copies).repeat(copies)
                 rate = level + gain[suite.kind] + noise
@@ -126,27 +124,13 @@ def made_up(
                         ),
                     }
                     cell = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
-                    counts = {"target_calls": calls, "depth_sum": [2 * c for c in calls]}
-                    # A forward of the draft takes .2 of the target's step of .1 s, verifying 1.1 of
-                    # it.
-                    runs.append(
-                        {**cell, **counts, "decode_s": [0.15 * c for c in calls], **emitted}
-                    )
-                    flat = {
-                        "target_calls": [15] * 2,
-                        "depth_sum": [15] * 2,
-                        "decode_s": [0.13 * 15] * 2,
-                    }
-                    if temperature and method == methods[0]:
-                        one_level.append(
-                            {**cell, **flat, "emitted": [20] * 2, "prefill_s": [0.1] * 2}
-                        )
+                    timed_calls = {"target_calls": calls, "decode_s": [0.15 * c for c in calls]}
+                    runs.append({**cell, **timed_calls, **emitted})
             if timed:
                 ids = [prompt.id for prompt in suite.prompts]
                 measured.speeds[at] = {
                     "prompt_ids": ids,
                     "runs": runs,
-                    "one_level": one_level,
                     "load": [0.5, 0.6],
                 }
     setting = Setting(
@@ -195,8 +179,6 @@ CLOCK = (
     "tokens",
     "prefill_s",
     "decode_s",
-    "draft_call",
-    "verify",
     "speedup_with_prompt",
 )
 BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}

@@ -134,7 +134,7 @@ def test_results_count_groups_and_keep_the_number_of_prompts():
     assert copied.prompt_groups("prose") == [i // 10 for i in range(80)]
     pairs = zip(copied.document["rows"], once.document["rows"], strict=True)
     for many, eight in pairs:
-        if many["figure"] not in ("identical", "largest_gap", "draft_call", "verify"):
+        if many["figure"] not in ("identical", "largest_gap"):
             assert many["n"] == eight["n"], many["figure"]
         for key in ("low", "high"):
             assert many[key] == pytest.approx(eight[key]), many["figure"]

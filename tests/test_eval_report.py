@@ -89,25 +89,6 @@ def test_the_best_of_several_drafts_leads():
     assert head.changes[1].startswith("At T = 1, b, the best of 2 alignments, raised")
 
 
-def test_the_costs_of_a_step_are_in_forwards_of_the_target():
-    results = view({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    calls, verifying = (list(results.rows(name)) for name in ("draft_call", "verify"))
-    cells = [(row["draft"], row["domain"], row["temperature"], row["tree"]) for row in calls]
-    assert cells == [
-        (draft, domain, 1.0, "chain:2") for domain in BOTH for draft in ("base", "mine")
-    ]
-    # A step of .15 s makes two forwards of the draft, one of .13 s on as many nodes makes one; the
-    # target's is .1 s.
-    assert [row["value"] for row in calls] == pytest.approx([0.2] * 4)
-    assert [row["value"] for row in verifying] == pytest.approx([1.1] * 4)
-    for domain in BOTH:
-        tau, depths, steps, speedup = (
-            (results.figure(name, "mine", domain) or {"value": None})["value"] or 0.0
-            for name in ("tau", "depth_sum", "target_calls", "speedup")
-        )
-        assert speedup == pytest.approx(tau / (depths / steps * 0.2 + 1.1))
-
-
 def lines(results: Results, title: str) -> list[Any]:
     """The lines of one table of the report."""
     return next(list(table.rows) for table in tables(results) if table.title.startswith(title))

@@ -155,7 +155,6 @@ def measured_of(
                 verifier=METHOD.verifier if drafted else None,
                 emitted=[TOKENS] * prompts,
                 target_calls=calls[index].tolist(),
-                depth_sum=[0] * prompts,
                 prefill_s=[STEP_S] * prompts,
                 decode_s=timed_PC[:, index].tolist(),
             )
@@ -163,7 +162,6 @@ def measured_of(
         measured.speeds[at] = {
             "prompt_ids": [prompt.id for prompt in suite.prompts],
             "runs": runs,
-            "one_level": [],
             "load": [0.5, 0.5] if clock == "quiet" else [5.0, 5.0],
         }
     return measured
