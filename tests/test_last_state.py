@@ -1,10 +1,8 @@
-"""A tap is the raw output of a layer, the last one included, wherever states are read; heads that
-were trained on the normed last state keep it.
+"""A tap is the raw output of a layer, the last one included, wherever states are read.
 
 Legend: B rows, T tokens, H hidden size.
 """
 
-import json
 import weakref
 from typing import Any
 
@@ -173,73 +171,14 @@ def test_training_reads_the_raw_output_and_no_older_cache(kind, tmp_path):
             torch.testing.assert_close(last_BTH, final_BTH, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_says_which_last_state_it_was_trained_on(kind, tmp_path):
-    """One of ours that does not say so was trained on the normed one; one of others on the raw
-    one.
-    """
-    target = tiny_family("llama")
-    head = head_of(kind, target)
-    save_head(head, tmp_path / "new")
-    config = tmp_path / "new" / "config.json"
-    values = json.loads(config.read_text())
-    assert values.pop("last_tap") == "raw"
-    assert load_head(tmp_path / "new", target).hidden_layers == head.hidden_layers
-    config.write_text(json.dumps(values))
-    others = load_head(tmp_path / "new", target)
-    assert others.hidden_layers == head.hidden_layers
-    (tmp_path / "new" / "draftsmith.json").write_text(json.dumps({"kind": kind}))
-    older = load_head(tmp_path / "new", target)
-    assert older.hidden_layers == (*head.hidden_layers[:-1], -1)
-    save_head(older, tmp_path / "again")
-    again = load_head(tmp_path / "again", target)
-    assert again.hidden_layers == older.hidden_layers and again.config.last_tap == "normed"
-
-
-def test_a_head_that_reads_no_last_state_says_nothing(tmp_path):
-    target = tiny_family("llama", num_hidden_layers=6)
-    head: Any = HEADS["eagle3"].fresh(target)
-    save_head(head, tmp_path / "head")
-    assert "last_tap" not in json.loads((tmp_path / "head" / "config.json").read_text())
-    (tmp_path / "head" / "draftsmith.json").write_text(json.dumps({"kind": "eagle3"}))
-    assert load_head(tmp_path / "head", target).config == head.config
-
-
-@pytest.fixture
-def older(target_dir, tmp_path):
-    """The target, and a head on its last state as earlier versions of ours saved it."""
+@pytest.mark.parametrize("form", ["dflash", "speculators"])
+def test_an_exported_head_still_reads_the_last_state(form, target_dir, tmp_path):
     target = ds.load_pair(target_dir, device="cpu").target
     head = DFlashHead.fresh(target, num_layers=1, block_size=3, target_layers=(0, 1))
-    directory = tmp_path / "older"
-    save_head(head, directory)
-    values = json.loads((directory / "config.json").read_text())
-    del values["last_tap"]
-    (directory / "config.json").write_text(json.dumps(values))
-    (directory / "draftsmith.json").write_text(
-        json.dumps({"kind": "dflash", "target": str(target_dir)})
-    )
-    return target_dir, directory
-
-
-@pytest.mark.parametrize("form", ["dflash", "speculators"])
-def test_no_engine_gives_the_normed_state(older, form, tmp_path):
-    target, directory = older
-    options: Any = {"draft": str(directory), "target": str(target), "format": form}
-    with pytest.raises(InputError, match="behind the final norm; engines pass the raw output"):
-        ds.export(ds.ExportConfig(**options, out=str(tmp_path / "out")))
-
-
-def test_an_exported_head_still_reads_the_raw_state(older, tmp_path):
-    """An export has a record of ours too."""
-    target, directory = older
-    values = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(values | {"last_tap": "raw"}))
-    for form in ("dflash", "speculators"):
-        out = str(tmp_path / form)
-        options: Any = {"draft": str(directory), "target": str(target), "format": form}
-        ds.export(ds.ExportConfig(**options, out=out))
-        model = ds.load_pair(target, device="cpu").target
-        assert load_head(out, model).hidden_layers == (1, 2)
+    save_head(head, tmp_path / "head")
+    options: Any = {"draft": str(tmp_path / "head"), "target": str(target_dir), "format": form}
+    ds.export(ds.ExportConfig(**options, out=str(tmp_path / "out")))
+    assert load_head(tmp_path / "out", target).hidden_layers == (1, 2)
 
 
 def test_sglang_gives_no_output_of_the_last_layer(target_dir, tmp_path):

@@ -262,7 +262,7 @@ def test_the_last_tap_is_the_raw_output_of_the_last_layer(tmp_path):
     options = HeadOptions(num_layers=2, block_size=AHEAD + 1, target_layers=[1, 3, 5])
     learn("dflash", TARGET, LEARNT, tmp_path, head=options)
     fresh = Eagle3Head.fresh(target)
-    config = replace(fresh.config, eagle_aux_hidden_state_layer_ids=(1, 3, 6), last_tap="raw")
+    config = replace(fresh.config, eagle_aux_hidden_state_layer_ids=(1, 3, 6))
     save_head(stirred(Eagle3Head(config, target), 0.05), tmp_path / "eagle3")
     for name in ("dflash", "dflash of speculators", "eagle3"):
         served.export(name, samples=False)

@@ -130,19 +130,8 @@ class Copies:
 
     @torch.no_grad()
     def load_optimizer(self, values: dict[str, Tensor]) -> None:
-        """Restore the result of `gather_optimizer`, from however many processes it came.
-
-        Raise RunError if Muon trained other matrices then, as older versions chose them.
-        """
-        muons = [group["params"] for group in self.optimizer.param_groups if "multiple" in group]
-        by_muon = {id(parameter) for parameters in muons for parameter in parameters}
+        """Restore the result of `gather_optimizer`, from however many processes it came."""
         for name, parameter in self.trained() if values else ():
-            other = "exp_avg" if id(parameter) in by_muon else "momentum_buffer"
-            if f"{other}/{name}" in values:
-                raise RunError(
-                    f"{name}: its checkpoint divides matrices between Muon and AdamW as an older "
-                    "version did; give another `out`, or finish the run with that version"
-                )
             moments = {}
             for key in _MOMENTS:
                 if f"{key}/{name}" not in values:

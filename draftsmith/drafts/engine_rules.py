@@ -261,11 +261,6 @@ class Pair:
             return ""
         return f"the head reads states {self.states} of a target of {self.target_layers} layers"
 
-    def normed_last(self) -> str:
-        normed = self.head.config.last_tap == "normed"
-        trained = "the head was trained on the target's last state behind the final norm"
-        return trained if normed else ""
-
     def reads_last(self) -> str:
         if max(self.states) < self.target_layers:
             return ""

@@ -145,7 +145,6 @@ class BlockConfig(LayerConfig):
         dspark = "DSpark" in values["architectures"][0]
         return cls.read(
             values,
-            last_tap=values.get("last_tap", "raw") if last == layers - 1 else None,
             block_size=values["block_size"],
             target_layer_ids=tuple(values["target_layer_ids"]),
             num_target_layers=layers,
@@ -202,7 +201,7 @@ class BlockHead(DraftVocabulary):
         super().__init__()
         self.config = config
         self.borrowed = borrow(target)
-        self.hidden_layers = config.taps([layer + 1 for layer in config.target_layer_ids])
+        self.hidden_layers = tuple(layer + 1 for layer in config.target_layer_ids)
         hidden = config.hidden_size
         self.fc = nn.Linear(len(self.hidden_layers) * hidden, hidden, bias=False)
         self.hidden_norm = Qwen3RMSNorm(hidden, config.rms_norm_eps)
@@ -252,7 +251,6 @@ class BlockHead(DraftVocabulary):
         config = BlockConfig.like(
             target,
             {"qk_norm": True, "num_hidden_layers": num_layers},
-            last_tap="raw" if layers - 1 in target_layer_ids else None,
             target_layer_ids=target_layer_ids,
             num_target_layers=layers,
             mask_token_id=size - 1 if mask_token_id is None else mask_token_id,

@@ -9,9 +9,9 @@ target's embedding, which is not trained.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, TypeAlias
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from draftsmith.drafts.heads.unrolled_attention import UNROLLED
 
 # Standard deviation of fresh weights, as in LLaMA.
 _INITIALIZER_RANGE = 0.02
-LastTap: TypeAlias = Literal["raw", "normed"]
 
 _SIZES = (
     "hidden_size",
@@ -69,10 +68,6 @@ class LayerConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    last_tap: LastTap | None = None
-    """What a head that reads the target's last layer reads there: the raw output, or that after the
-    final norm (trained by earlier versions of ours). None for a head that does not read it.
-    """
 
     @classmethod
     def like(cls, target: PreTrainedModel, changes: JsonObject | None = None, **more: Any) -> Self:
@@ -132,7 +127,7 @@ class LayerConfig:
         scaling = dict(self.rope_parameters)
         sizes = {key: getattr(self, key) for key in (*_SIZES, "hidden_act")}
         flags = {key: True for key in ("qkv_bias", "qk_norm") if getattr(self, key)}
-        values: JsonObject = {
+        return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
             **sizes,
@@ -145,12 +140,6 @@ class LayerConfig:
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": False,
         }
-        return values | {"last_tap": self.last_tap} if self.last_tap else values
-
-    def taps(self, states: Sequence[int]) -> tuple[int, ...]:
-        """The numbers of these states of the target, -1 for a last one that is normed."""
-        normed = max(states) if self.last_tap == "normed" else None
-        return tuple(-1 if state == normed else state for state in states)
 
     def llama(self) -> Any:
         """The config that transformers' modules of LLaMA and Qwen 3 take."""

@@ -106,7 +106,6 @@ class Eagle3Config(LayerConfig):
             )
         return cls.read(
             values | {"num_hidden_layers": held},
-            last_tap=values.get("last_tap", "raw") if layers in states else None,
             draft_vocab_size=values.get("draft_vocab_size") or vocab_size,
             eagle_aux_hidden_state_layer_ids=states,
             target_hidden_size=width,
@@ -178,7 +177,7 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         super().__init__()
         self.config = config
         self.borrowed = borrow(target)
-        self.hidden_layers = config.taps(config.eagle_aux_hidden_state_layer_ids)
+        self.hidden_layers = config.eagle_aux_hidden_state_layer_ids
         hidden = config.hidden_size
         width = config.target_hidden_size
         fused = len(self.hidden_layers)
@@ -223,7 +222,6 @@ class Eagle3Head(DraftVocabulary, FeatureHead):
         config = Eagle3Config.like(
             target,
             {"num_hidden_layers": num_layers},
-            last_tap="raw" if layers in states else None,
             draft_vocab_size=len(ids),
             eagle_aux_hidden_state_layer_ids=states,
             target_hidden_size=borrow(target).hidden_size,

@@ -131,21 +131,18 @@ def load_head(path: str | Path, target: PreTrainedModel) -> Head:
             f"{config}: describes {what}; heads that can be loaded are {', '.join(HEADS)}"
         )
     file, tensors = _read_tensors(directory, values)
-    files = _Files(config, file, values, tensors, ours=bool(read_record(directory)))
-    return _loaded(kind, _layout(directory, values), files, target)
+    layout = _layout(directory, values)
+    return _loaded(kind, layout, _Files(config, file, values, tensors), target)
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Values and tensors of a head on disk; `config` and `file` are named in errors. ours: it was
-    written by a command of ours.
-    """
+    """Values and tensors of a head on disk; `config` and `file` are named in errors."""
 
     config: Path
     file: Path
     values: JsonObject
     tensors: dict[str, Tensor]
-    ours: bool = False
 
 
 def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTrainedModel) -> Head:
@@ -162,9 +159,6 @@ def _loaded(kind: str, layout: Layout | None, on_disk: _Files, target: PreTraine
             layout.read(files)
             values = files.values
             tensors = files.tensors
-        if on_disk.ours:
-            # Earlier versions trained on the normed last state, and did not say so.
-            values.setdefault("last_tap", "normed")
         head: Head = head_class(head_class.config_type.from_json(values, target), target)
     except InputError as error:
         raise InputError(f"{config}: {error}") from None
