@@ -152,6 +152,7 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
     expected: Any = SimpleNamespace(
         rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5),
         costs=SimpleNamespace(alone=0.2),
+        planner=SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda"))),
     )
     rows = engine_rows("draft", expected, range(1, 9))
     lengths = {row["engine"]: row["draft_tokens"] for row in rows}
@@ -174,6 +175,11 @@ def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
         "rejection_sample_method": "block",
     }
     assert all(row["options"] == {} for row in others)
+    # On a CPU, vLLM drafts greedily beside block verification.
+    expected.planner.target.device = torch.device("cpu")
+    (vllm, *_) = engine_rows("draft", expected, range(1, 9))
+    assert [row["verifier"] for row in vllm["settings"]] == ["naive", "speculative"]
+    assert vllm["options"] == {}
 
 
 def test_a_length_for_each_batch_size_and_where_none_pays():

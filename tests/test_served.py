@@ -147,6 +147,7 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     with drafting(engine, pair_of(place), verifier=verifier) as (url, server):
         found = ask(place, url, temperature=temperature)
     assert found["verdict"] == "as predicted" and found["own_texts"] and not found["tried"], found
+    assert found["other_texts"] == []
     assert found["draft_tokens"] == 3 and found["prompts"] == 12
     served, predicted = found["served"], found["predicted"]
     if temperature == 0:
@@ -359,7 +360,7 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
     assert found["cause"] == f"penalty: {kind} penalty {value:g}{rule}", found["tried"]
 
 
-def test_the_prediction_goes_by_the_servers_own_rule():
+def test_the_prediction_goes_by_the_servers_own_rule(monkeypatch):
     pair: Any = SimpleNamespace(drafts={"draft": tiny_llama(0)})
     config = ds.ServedConfig(target="t", draft="d", served="http://a", prompts="p.jsonl")
 
@@ -377,6 +378,11 @@ def test_the_prediction_goes_by_the_servers_own_rule():
     assert rule("sglang", {}) == "naive"
     with pytest.raises(ds.InputError, match="draft_sample_method: is vLLM's; this is llama.cpp"):
         rule("llamacpp", {}, draft_sample_method="greedy")
+    # vLLM 0.32: its proposer for Medusa knows no setting; those for block drafts know all.
+    for kind, rules in {"medusa": ["naive"] * 3, "dflash": ["speculative", "naive", "block"]}.items():
+        monkeypatch.setattr("draftsmith.serving.acceptance.kind_of", lambda _, kind=kind: kind)
+        greedy = rule("vllm", {}, draft_sample_method="greedy")
+        assert [rule("vllm", {}), greedy, rule("vllm", block)] == rules
 
 
 @SLOW
@@ -404,6 +410,35 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
         monkeypatch.setattr(server, "post", forgetful)
         found = ask(place, url, temperature=0)
     assert found["cause"] == "prefix cache: the draft has not read the prompt", found
+
+
+def test_greedy_answers_that_change_are_told_whatever_the_verdict(place, monkeypatch):
+    """Two answers end in another token, which is too little to doubt the texts."""
+    pair = pair_of(place)
+    with drafting("vllm", pair) as (url, server):
+        generated = server._generated
+        prompts: list[list[int]] = []
+
+        def changed(prompt: list[int], most: int, how: dict[str, Any]) -> Any:
+            first, rest = generated(prompt, most, how)
+            if most == TOKENS and prompt not in prompts:
+                prompts.append(prompt)
+            if prompt in prompts[1:3]:
+                *kept, last = rest.output_ids
+                rest = replace(rest, output_ids=[*kept, last ^ 1])
+            return first, rest
+
+        monkeypatch.setattr(server, "_generated", changed)
+        found = ask(place, url, temperature=0)
+    assert found["verdict"] == "as predicted" and found["own_texts"], found["likelihood"]
+    lengths = sorted(map(len, prompts[1:3]))
+    others = sorted(found["other_texts"], key=lambda other: other["prompt_tokens"])
+    assert [other["prompt_tokens"] for other in others] == lengths
+    assert {other["token"] for other in others} == {TOKENS}
+    lines, missed = in_words(found)
+    assert missed is None and lines[-1] == "as predicted"
+    line = f"greedy answers: 2 of 12 are not the target's own, first at token {TOKENS} of row "
+    assert lines[-2].startswith(f"{line}{others[0]['row']} ({lengths[0]} tokens of prompt); ")
 
 
 @SLOW

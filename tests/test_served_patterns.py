@@ -79,6 +79,18 @@ def test_less_beyond_a_length_is_named_by_the_length():
     assert served == [2.0, 2.0, pytest.approx(60 / 50)] and rows[2]["predicted"]["value"] == 2.0
 
 
+@pytest.mark.parametrize(("high", "less"), [(0.0, False), (-1e-9, True), (None, True)])
+def test_an_interval_that_ends_at_zero_is_not_less(high, less, monkeypatch):
+    def estimate(served: PromptSums, predicted: PromptSums, picks: Any) -> dict[str, Any]:
+        away = (served.pooled or 0) - (predicted.pooled or 0)
+        return {"value": away, "low": None if high is None else away - 1, "high": high, "n": 7}
+
+    monkeypatch.setattr("draftsmith.serving.patterns.difference", estimate)
+    counts, asked = made_up(np.where(LENGTHS > 64, 50, 30), LENGTHS)
+    patterns = find_patterns(counts, asked, False, DRAFTS)
+    assert [pattern.suspect for pattern in patterns] == ["length"] * less
+
+
 def test_a_draft_that_is_cut_at_its_own_context_is_named():
     far = LENGTHS > 64
     counts, asked = made_up(np.where(far, 60, 30), LENGTHS, drafted=np.where(far, 0.0, 1.0))

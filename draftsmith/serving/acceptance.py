@@ -95,6 +95,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     predicted = replay(case, tokens)
     likelihood = estimate(predicted.likelihood, resamples(groups, RESAMPLES, seed=0))
     own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
+    other_texts = _other_texts(asked, predicted.own_tokens) if sampling.greedy else []
     if not own_texts:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
@@ -137,6 +138,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "against": against,
         "likelihood": likelihood,
         "own_texts": own_texts,
+        "other_texts": other_texts,
         "other_target": next(iter(other_targets([config.draft], pair.target)), None),
         **judged,
     }
@@ -151,7 +153,7 @@ def _judge(
 ) -> JsonObject:
     """Return the verdict, the likely cause of less with its remedy, and what was tried."""
     own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
-    less = (counts.away["value"] or 0.0) < -counts.margin
+    less = counts.is_less
     patterns = less_later(counts, asked)
     if own_texts:  # then require a significant difference, too
         less = less and not close(counts.away, 0.0, 0.0)
@@ -233,6 +235,18 @@ def _case(
         read_ids=[each.answer.prompt_ids for each in asked],
         samplings=list(dict.fromkeys(said)) or samplings,
     )
+
+
+def _other_texts(asked: Sequence[ServedPrompt], own_tokens: Sequence[float]) -> list[JsonObject]:
+    """Return the prompts with another greedy answer than the target's, and its first other token,
+    from 1.
+    """
+    rows = []
+    for each, own in zip(asked, own_tokens, strict=True):
+        if own < len(each.answer.output_ids) - 1:
+            row = {"row": each.prompt.row, "prompt_tokens": len(each.prompt.ids)}
+            rows.append(row | {"token": int(own) + 2})
+    return rows
 
 
 def _own_rows(

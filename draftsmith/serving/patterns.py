@@ -51,6 +51,10 @@ class Compared:
         return difference(self.served, self.predicted, self.picks)
 
     @property
+    def is_less(self) -> bool:
+        return (self.away["value"] or 0.0) < -self.margin
+
+    @property
     def as_predicted(self) -> bool:
         return close(self.away, 0.0, self.margin)
 
@@ -268,6 +272,6 @@ def _split(counts: Compared, keys: Sequence[int], level: float) -> Split | None:
     before = [index for index in range(len(keys)) if key_G[group_P[index]] <= limit]
     after = [index for index in range(len(keys)) if key_G[group_P[index]] > limit]
     found = Split(before, after, max(keys[i] for i in before), min(keys[i] for i in after))
-    away = counts.of(after).away
-    is_less = (away["value"] or 0.0) < -counts.margin and (away["high"] or -1.0) < 0
+    tail = counts.of(after)
+    is_less = tail.is_less and not close(tail.away, 0.0, 0.0)
     return found if is_less and counts.of(before).as_predicted else None

@@ -46,13 +46,15 @@ class Replay:
     """A prediction.
 
     tokens: emitted tokens over target calls. likelihood: the sum of the tokens' probabilities over
-    the sum expected if the target wrote them; about 1 if it did.
+    the sum expected if the target wrote them; about 1 if it did. own_tokens: of each text, before
+    the first one that the target never writes there.
     """
 
     tokens: PromptSums
     accepted_PD: Floats
     reached_PD: Floats
     likelihood: PromptSums
+    own_tokens: list[float]
 
 
 def replay(case: Case, tokens: int) -> Replay:
@@ -64,11 +66,11 @@ def replay(case: Case, tokens: int) -> Replay:
         case.sampling,
         [method],
         batch_size=_BATCH,
-        observers={"likelihood": _likelihood},
+        observers={"texts": _texts},
         drafts_see_penalties=False,
     )
     read = reader.read(case.rows)
-    likelihood = read.observed["draft"]["likelihood"]
+    texts = read.observed["draft"]["texts"]
     counts = predict(method.shape, method.verifier, case.sampling, read.traces["draft"])
     assert counts is not None
     emitted = [len(row.output_ids) for row in case.rows]
@@ -76,7 +78,8 @@ def replay(case: Case, tokens: int) -> Replay:
         tokens=PromptSums.of(emitted, counts["target_calls"]),
         accepted_PD=np.array(counts["accepted_by_depth"]),
         reached_PD=np.array(counts["reached_by_depth"]),
-        likelihood=PromptSums.of(likelihood["own"], likelihood["expected"]),
+        likelihood=PromptSums.of(texts["own"], texts["expected"]),
+        own_tokens=texts["own_tokens"],
     )
 
 
@@ -100,9 +103,13 @@ def log_likelihoods(case: Case, samplings: Sequence[Sampling]) -> list[float]:
     return sums
 
 
-def _likelihood(at: Positions) -> dict[str, list[float]]:
-    """Sum over each text p(x), and its expectation under p, sum_x p(x)^2."""
+def _texts(at: Positions) -> dict[str, list[float]]:
+    """Sum over each text p(x), and its expectation under p, sum_x p(x)^2; count the tokens before
+    the first x without probability.
+    """
     tokens = list(chain.from_iterable(text.output_ids for text in at.texts))
     x_N = torch.tensor(tokens, device=at.p_NV.device)
     own_N = at.p_NV.gather(1, x_N[:, None])[:, 0]
-    return {"own": at.sums(own_N), "expected": at.sums(at.p_NV.square().sum(1))}
+    own_tokens = [float((own > 0).cumprod(0).sum()) for own in own_N.split(at.lengths)]
+    expected = at.sums(at.p_NV.square().sum(1))
+    return {"own": at.sums(own_N), "expected": expected, "own_tokens": own_tokens}

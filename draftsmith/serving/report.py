@@ -36,6 +36,7 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
         away = with_interval(again["difference"], sign=True)
         lines.append(f"a second reading {name}: {away} tokens per call")
     lines += [f"remark: {remark}" for remark in found["remarks"]]
+    lines += _other_texts(found["other_texts"], found["prompts"])
     lines += _tried(found["tried"][:_SHOWN])
     if found["other_target"]:
         lines.append(f"suspect: {found['other_target']}")
@@ -75,6 +76,18 @@ def _table(title: str, rows: list[JsonObject], name: str) -> list[str]:
         figures = _row(name.format(row["up_to"]), row["served"], row["predicted"])
         lines.append(f"{figures:<66}{row['prompts']}")
     return lines
+
+
+def _other_texts(others: list[JsonObject], prompts: int) -> list[str]:
+    """Say where greedy answers begin to differ from the target's own, which no draft may do."""
+    if not others:
+        return []
+    first = min(others, key=lambda other: other["prompt_tokens"] + other["token"])
+    return [
+        f"greedy answers: {len(others)} of {prompts} are not the target's own, first at token "
+        f"{first['token']} of row {first['row']} ({first['prompt_tokens']} tokens of prompt); no "
+        "draft may change them: ask the server without its draft; if they stay, it is rounding"
+    ]
 
 
 def _tried(tried: list[JsonObject]) -> list[str]:
