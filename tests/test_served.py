@@ -379,7 +379,10 @@ def test_the_prediction_goes_by_the_servers_own_rule(monkeypatch):
     with pytest.raises(ds.InputError, match="draft_sample_method: is vLLM's; this is llama.cpp"):
         rule("llamacpp", {}, draft_sample_method="greedy")
     # vLLM 0.32: its proposer for Medusa knows no setting; those for block drafts know all.
-    for kind, rules in {"medusa": ["naive"] * 3, "dflash": ["speculative", "naive", "block"]}.items():
+    for kind, rules in {
+        "medusa": ["naive"] * 3,
+        "dflash": ["speculative", "naive", "block"],
+    }.items():
         monkeypatch.setattr("draftsmith.serving.acceptance.kind_of", lambda _, kind=kind: kind)
         greedy = rule("vllm", {}, draft_sample_method="greedy")
         assert [rule("vllm", {}), greedy, rule("vllm", block)] == rules

@@ -62,9 +62,8 @@ class Asker:
         )
         return cls(server, completion, config.temperature is not None)
 
-    def new(self, prompt: Prompt) -> ServedAnswer:
-        """Ask a prompt of which the prefix cache has nothing."""
-        return self._answer(prompt, _new_reading())
+    def answer(self, prompt: Prompt, reading: Reading) -> ServedAnswer:
+        return self.server.answer(prompt, self.completion, self.states_sampling, reading)
 
     def readings(self, prompts: Sequence[Prompt]) -> list[ServedPrompt]:
         """Ask every prompt three times. The order is drawn, because files may be sorted."""
@@ -73,21 +72,18 @@ class Asker:
         for order, place in enumerate(track(places, "prompts served", len(places))):
             prompt = prompts[place]
             first = _new_reading()
-            answer = self._answer(prompt, first)
-            later = {AGAIN: self._answer(prompt, replace(first, reuses=True))}
+            answer = self.answer(prompt, first)
+            later = {AGAIN: self.answer(prompt, replace(first, reuses=True))}
             if half_ids := answer.prompt_ids[: len(answer.prompt_ids) // 2]:
                 shared = _new_reading()
                 self._cache(Prompt(prompt.id, prompt.domain, tuple(half_ids)), shared)
-                later[SHARED] = self._answer(prompt, replace(shared, reuses=True))
+                later[SHARED] = self.answer(prompt, replace(shared, reuses=True))
             asked[place] = ServedPrompt(prompt, answer, order, later)
         return [asked[place] for place in sorted(asked)]
 
     def _cache(self, half: Prompt, reading: Reading) -> None:
         completion = replace(self.completion, max_new_tokens=2)
         self.server.answer(half, completion, self.states_sampling, reading)
-
-    def _answer(self, prompt: Prompt, reading: Reading) -> ServedAnswer:
-        return self.server.answer(prompt, self.completion, self.states_sampling, reading)
 
 
 def ask(asker: Asker, pair: Pair, config: ServedConfig) -> list[ServedPrompt]:
@@ -116,7 +112,7 @@ def watch(asker: Asker, asked: Sequence[ServedPrompt], config: ServedConfig) -> 
         time.sleep(60 * config.watch_minutes)
         name = f"after {number * config.watch_minutes:g} minutes"
         for each in track(first, f"prompts served {name}", len(first)):
-            each.later[name] = asker.new(each.prompt)
+            each.later[name] = asker.answer(each.prompt, _new_reading())
 
 
 def _new_reading() -> Reading:

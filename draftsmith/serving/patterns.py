@@ -5,7 +5,7 @@ Legend: P prompts, G groups of equal prompts, S splits of groups, R permutations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -123,25 +123,24 @@ def close(value: Estimate, to: float, margin: float) -> bool:
 
 def by_length(counts: Compared, asked: Sequence[ServedPrompt]) -> list[JsonObject]:
     """Return a row for each doubling of the prompt's length, in tokens."""
-    return _by(counts, [1 << (_length(each) - 1).bit_length() for each in asked])
+    return _by(counts, [1 << (length - 1).bit_length() for length in _lengths(asked)])
 
 
 def by_cached(counts: Compared, asked: Sequence[ServedPrompt]) -> list[JsonObject]:
     """Return a row for each quarter of the prompt that the server had cached, over all readings;
     none if it does not say.
     """
-    answers = [[each.answer, *each.later.values()] for each in asked]
     chosen = []
     shares = []
-    kept = []
-    for row, readings in enumerate(answers):
-        for answer in readings:
+    answers = []
+    for row, each in enumerate(asked):
+        for answer in (each.answer, *each.later.values()):
             if answer.cached is not None:
                 chosen.append(row)
-                kept.append(answer)
+                answers.append(answer)
                 shares.append(math.ceil(4 * answer.cached / len(answer.prompt_ids)) / 4)
     first = counts.of(chosen)
-    return _by(Compared(counted(kept), first.predicted, first.groups), shares)
+    return _by(replace(first, served=counted(answers)), shares)
 
 
 def _by(counts: Compared, keys: Sequence[float]) -> list[JsonObject]:
@@ -152,8 +151,8 @@ def _by(counts: Compared, keys: Sequence[float]) -> list[JsonObject]:
     return rows
 
 
-def _length(each: ServedPrompt) -> int:
-    return len(each.answer.prompt_ids)
+def _lengths(asked: Sequence[ServedPrompt]) -> list[int]:
+    return [len(each.answer.prompt_ids) for each in asked]
 
 
 def find_patterns(
@@ -161,12 +160,11 @@ def find_patterns(
 ) -> list[Pattern]:
     """Return what the counts show. less: whether less is accepted over all."""
     patterns = []
-    lengths = [_length(each) for each in asked]
     level = _BESIDE if less else _ALONE
-    if split := _split(counts, lengths, level):
+    if split := _split(counts, _lengths(asked), level):
         patterns.append(_beyond_a_length(counts, asked, split, draft_tokens))
     # The order was drawn, so that equal prompts are told apart.
-    apart = Compared(counts.served, counts.predicted, range(len(asked)))
+    apart = replace(counts, groups=range(len(asked)))
     if split := _split(apart, [each.order for each in asked], level):
         detail = f"as predicted for {split.last + 1} prompts, less from then on"
         patterns.append(Pattern("time", detail, _misfit(counts, split), split))

@@ -39,7 +39,6 @@ ENGINE_RULES = {
     "llama.cpp": (_GREEDY_DRAFT,),
     "transformers": (_SAMPLED_DRAFT,),
 }
-_KEEPS_PROBABILITIES = ("draft", "eagle", "eagle3", "mtp", "dflash", "dspark", "jetspec")
 
 
 class BestLength(TypedDict):
@@ -59,9 +58,11 @@ class BatchRow(BestLength):
 
 
 def rules_of(engine: str, kind: str) -> Sequence[Rule]:
-    """Return the rules that an engine can follow with a draft of this kind, its default first."""
+    """Return the rules that an engine can follow with a draft of this kind, its default first.
+    vLLM takes the likeliest tokens of Medusa heads whatever its settings say.
+    """
     rules = ENGINE_RULES[engine]
-    return rules if kind in _KEEPS_PROBABILITIES else rules[:1]
+    return rules[:1] if kind == "medusa" else rules
 
 
 def _best(expected: Expected, verifier: str, lengths: Sequence[int]) -> BestLength:
