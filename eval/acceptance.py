@@ -103,7 +103,8 @@ class Positions:
         for text, length, most in zip(self.texts, self.lengths, counts, strict=True):
             count = min(most, length)
             stream = generator(row_seed(seed, f"{text.id}/{what}"))
-            values.append(uniforms([stream], count * math.prod(shape)).view(count, *shape))
+            drawn = uniforms([stream], count * math.prod(shape))
+            values.append(drawn.view(count, *shape))
             chosen += [first + (2 * i + 1) * length // (2 * count) for i in range(count)]
             first += length
         return chosen, torch.cat(values)
@@ -153,7 +154,8 @@ def draft_logits(
         return
     states_NH = chosen_from[0][at]
     for depth in range(min(depths, head.config.num_heads)):
-        yield head.logits_of(depth, head.inputs(states_NH, below_NT[:, : depth + 1])), None
+        inputs = head.inputs(states_NH, below_NT[:, : depth + 1])
+        yield head.logits_of(depth, inputs), None
 
 
 def _block_logits(head: BlockHead, drafted_NDH: Tensor, below_NT: Tensor) -> Unrolled:

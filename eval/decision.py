@@ -182,7 +182,8 @@ class Decision:
         for temperatures, names in names_at.items():
             text = listed(names)
             if temperatures != every:
-                text += f" at T = {listed([f'{each:g}' for each in temperatures])}"
+                shown = [f"{each:g}" for each in temperatures]
+                text += f" at T = {listed(shown)}"
             elif len(names_at) > 1:
                 text += " at every temperature"
             parts.append(text)

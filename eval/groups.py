@@ -33,7 +33,8 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
     most_P = np.array([_most_differing(prompts[index]) for index in apart])
     bins_PW = np.zeros((len(apart), _BINS), np.int32)
     for row, index in enumerate(apart):
-        bins_PW[row] = np.bincount(np.array(prompts[index].ids, np.int64) % _BINS, minlength=_BINS)
+        ids = np.array(prompts[index].ids, np.int64)
+        bins_PW[row] = np.bincount(ids % _BINS, minlength=_BINS)
     for row, index in enumerate(apart):
         longest = lengths[row] + int(most_P[row])
         longer = slice(row + 1, int(np.searchsorted(lengths, longest, side="right")))
@@ -41,8 +42,8 @@ def groups_of(prompts: Sequence[Prompt]) -> list[int]:
         least_P = np.minimum(most_P[longer], most_P[row])
         for near in np.flatnonzero(added_P <= least_P):
             other = apart[row + 1 + near]
-            ids = (prompts[index].ids, prompts[other].ids)
-            if found.first(index) != found.first(other) and _within(*ids, int(least_P[near])):
+            both = (prompts[index].ids, prompts[other].ids)
+            if found.first(index) != found.first(other) and _within(*both, int(least_P[near])):
                 found.join(index, other)
     return found.numbers()
 

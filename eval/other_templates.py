@@ -72,7 +72,8 @@ def read_set(source: str, tokenizer: Tokenizer, **options: Any) -> PromptSet:
         ways = _ways(tokenizer, prompt.chat.question())
         way = list(ways)[index % len(ways)]
         counts[way] += 1
-        changed.append(replace(prompt, id=f"{prompt.id}-{way}", ids=tuple(ways[way])))
+        name = f"{prompt.id}-{way}"
+        changed.append(replace(prompt, id=name, ids=tuple(ways[way])))
     if not changed:
         raise InputError(f"{source}: none of its rows is a chat; only chats have a template")
     shown = ", ".join(f"{count} {way}" for way, count in counts.items())

@@ -368,7 +368,8 @@ class Reader:
         """Record the draft's figures at `depth` (0: the next token)."""
         depth = drafted.depth
         # Positions of a row are consecutive in N, so n's root is n - depth if both are in one row.
-        same_N = batch.row_N[depth:] == batch.row_N[: max(0, len(batch.row_N) - depth)]
+        roots = max(0, len(batch.row_N) - depth)
+        same_N = batch.row_N[depth:] == batch.row_N[:roots]
         n_N = depth + same_N.nonzero()[:, 0]
         if depth and not len(n_N):
             return

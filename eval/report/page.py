@@ -75,19 +75,20 @@ def render_page(results: ResultsTable, png_directory: Path | None = None) -> str
     prompts = {"id": 0, "ood": 0}
     for suite in results.document["suites"]:
         prompts[suite["kind"]] += suite["done"]
-    remarks = results.document["remarks"]
+    remarks = [row["text"] for row in results.document["remarks"] if row["about"] != BUSY]
     head = lead(results)
     of_pairs = () if results.aligned else ("gain", "transfer")
-    definitions = results.document["definitions"].items()
+    words = results.document["definitions"]
+    definitions = {word: text for word, text in words.items() if word not in of_pairs}
     return render_template(
         "report.html.j2",
         head.headline,
         pictures,
         results=results.document,
         lead=head,
-        remarks=[remark["text"] for remark in remarks if remark["about"] != BUSY],
+        remarks=remarks,
         tables=tables(results),
-        definitions={word: text for word, text in definitions if word not in of_pairs},
+        definitions=definitions,
         open_rows=OPEN_ROWS,
         prompts=prompts,
         timed=_timed(results),
