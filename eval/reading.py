@@ -393,13 +393,7 @@ class Reader:
         rows = batch.row_N[n_N].tolist()
         indices = batch.index_N[n_N].tolist()
         if not depth:
-            # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
-            alpha_N = acceptance(p_NV, q_NV).double()
-            values["alpha"] = alpha_N.clamp(max=1.0).unsqueeze(1)
-            values["greedy"] = p_NV.gather(1, q_NV.argmax(1, keepdim=True))
-            values["match"] = (p_NV * q_NV).sum(1, keepdim=True)
-            lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
-            values["missing"] = lacking_NV.sum(1, keepdim=True)
+            values |= _next_token(p_NV, q_NV, logits_NV)
             # A model that drafts only beside lookup is not observed.
             if not self._joins(drafted.name):
                 at = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
@@ -428,6 +422,21 @@ class Reader:
                 "weights"
             )
         return logits_NV
+
+
+def _next_token(p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> dict[str, Tensor]:
+    """Acceptance of the first drafted token under three rules, and the mass that cannot be drafted;
+    each `[N, 1]`.
+    """
+    # A sum of fp32 probabilities may exceed 1 by its rounding; a probability may not.
+    alpha_N = acceptance(p_NV, q_NV).double()
+    lacking_NV = p_NV.masked_fill(logits_NV > -torch.inf, 0)
+    return {
+        "alpha": alpha_N.clamp(max=1.0).unsqueeze(1),
+        "greedy": p_NV.gather(1, q_NV.argmax(1, keepdim=True)),
+        "match": (p_NV * q_NV).sum(1, keepdim=True),
+        "missing": lacking_NV.sum(1, keepdim=True),
+    }
 
 
 def _numpy(values: Tensor) -> Floats:
