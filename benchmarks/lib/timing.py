@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from draftsmith.core.models import context_length, text_config
-from draftsmith.decode.feature_forward import FeatureForward
 from draftsmith.decode.native.large_pages import empty_bytes
 from draftsmith.decode.packed_weights import kernel_products, packs_of
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import ability
+from draftsmith.drafts.heads.medusa import ParallelHeads
 
 Name = TypeVar("Name")
 Mark = Any  # seconds on a CPU, a recorded event on CUDA
@@ -82,7 +81,7 @@ class Clock:
         self._wrapped = ExitStack()
         self._wrap(Runner, "prefill", _model_of_runner)
         self._wrap(Runner, "forward", _model_of_runner)
-        self._wrap(FeatureForward, "run", attrgetter("head"))
+        self._wrap(ParallelHeads, "logits_of", lambda head: head)
         # On the class: a forward of an instance's own would keep the engine from its lean path.
         for kind in dict.fromkeys(map(type, self._models)):
             self._wrap(kind, "forward", lambda model: model)

@@ -24,7 +24,6 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from draftsmith.decode.cache import TreeCache
-from draftsmith.decode.feature_forward import FeatureForward
 from draftsmith.decode.packed_weights import FusedLinear, Packs, packs_of
 from draftsmith.decode.propose.network import (
     CachedNetwork,
@@ -378,7 +377,9 @@ class _FeatureNetwork(_HeadNetwork):
         self, head: MedusaHeads | HydraHeads, packs: Packs | None, setup: SessionSetup
     ) -> None:
         super().__init__(head, setup)
-        self.heads = FeatureForward(head, packs)
+        if packs is not None:
+            packs.prepare(head)
+            packs.settle()
         self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
 
     def features(self) -> Tensor:
@@ -398,7 +399,7 @@ class _MedusaNetwork(_FeatureNetwork):
         return self._logits().expand(-1, frontier.tokens_Be.shape[1], -1)
 
     def _logits(self) -> Tensor:
-        logits_B1V = self.heads.run(self.depth, self.open_B1H)
+        logits_B1V = self.head.logits_of(self.depth, self.open_B1H)
         return fit_vocabulary(logits_B1V, self.vocabulary)
 
 
@@ -425,5 +426,5 @@ class _HydraNetwork(_FeatureNetwork):
         paths_Bed = self.paths_Bed
         features_BeH = self.open_B1H.expand(-1, paths_Bed.shape[1], -1)
         inputs_BeX = self.head.inputs(features_BeH, paths_Bed)
-        logits_BeV = self.heads.run(paths_Bed.shape[2] - 1, inputs_BeX)
+        logits_BeV = self.head.logits_of(paths_Bed.shape[2] - 1, inputs_BeX)
         return fit_vocabulary(logits_BeV, self.vocabulary)

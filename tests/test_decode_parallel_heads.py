@@ -1,5 +1,5 @@
-"""Medusa and Hydra heads with packed weights give the logits of their own forward, and run when
-their depth of the tree is reached.
+"""Medusa and Hydra heads multiply with packed weights, and run when their depth of the tree is
+reached.
 
 Legend: B rows, e nodes of a level, d tokens of a path, H hidden size, V vocabulary.
 """
@@ -15,11 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder
-from draftsmith.decode.feature_forward import FeatureForward
 from draftsmith.decode.native import kernel
-from draftsmith.decode.packed_weights import packs_of, take_over
+from draftsmith.decode.packed_weights import PackedLinear, kernel_products, packs_of, take_over
 from draftsmith.decode.propose.head_proposers import HeadProposer
-from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads
+from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads, ParallelHeads
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
 
@@ -80,33 +79,27 @@ def inputs(head: Any, number: int, rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("owned", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "pairs"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
 )
 @pytest.mark.parametrize("name", KINDS)
 @torch.inference_mode()
-def test_equals_the_heads_own_forward(monkeypatch, name, dtype, pairs, owned, bias):
+def test_packed_weights_give_the_same_logits(monkeypatch, name, dtype, pairs, bias):
     library: Any = kernel()
-    pairs = pairs and library.pairs
-    monkeypatch.setattr(library, "pairs", pairs)
+    monkeypatch.setattr(library, "pairs", pairs and library.pairs)
     with torch.inference_mode(False):
         model = target(dtype, bias)
         head = KINDS[name](model)
         exact = KINDS[name](target(bias=bias))
-        if owned:
-            take_over(model, head)
-            packs_of(model).prepare(model)
-    forward = FeatureForward(head, packs_of(head))
-    assert forward.packed
-    # A target that kept its weights multiplies for itself, and rounds to its dtype, as pairs do.
-    borrows = isinstance(head, HydraHeads) and not head.config.own_projection
-    rounds = dtype == torch.bfloat16 and (pairs or (borrows and not owned))
-    tolerance = 0.02 if rounds else 1e-5
+        take_over(model, head)
+        for owned in (model, head):
+            packs_of(owned).prepare(owned)
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
     for number in range(HEADS):
         for rows in (1, 3):
             given = inputs(head, number, rows)
-            logits = forward.run(number, given)
+            with kernel_products():
+                logits = head.logits_of(number, given)
             wanted = exact.logits_of(number, given.float())
             torch.testing.assert_close(logits.float(), wanted, atol=tolerance, rtol=tolerance)
 
@@ -121,32 +114,19 @@ def test_medusas_own_forward_is_that_of_its_heads():
         assert torch.equal(head.logits_of(number, features_BTH), logits_BTKV[:, :, number])
 
 
-@pytest.mark.parametrize("kind", ["hook", "patched", "without packs"])
-def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
-    head = KINDS["medusa"](target())
-    packs = None if kind == "without packs" else packs_of(head)
-    if kind == "hook":
-        head[0][-1].register_forward_hook(lambda *_: None)
-    if kind == "patched":
-        head[0][-1].__dict__["forward"] = head[0][-1].forward
-    forward = FeatureForward(head, packs)
-    assert not forward.packed
-    given = inputs(head, 0, 1)
-    assert torch.equal(forward.run(0, given), head.logits_of(0, given))
-
-
 @pytest.mark.parametrize("name", ["medusa", "hydra, two layers"])
 @pytest.mark.parametrize("tree", ["chain:2", "kary:3,2"])
 def test_heads_run_as_deep_as_the_tree_and_change_nothing(monkeypatch, name, tree):
     calls = []
-    plain = FeatureForward.run
+    plain = ParallelHeads.logits_of
 
-    def counted(self: FeatureForward, number: int, inputs: Tensor) -> Tensor:
-        assert self.packed
+    def counted(self: ParallelHeads, number: int, inputs: Tensor) -> Tensor:
+        packed = [isinstance(each, PackedLinear) for each in self.modules()]
+        assert sum(packed) >= HEADS
         calls.append((number, inputs.shape[1]))
         return plain(self, number, inputs)
 
-    monkeypatch.setattr(FeatureForward, "run", counted)
+    monkeypatch.setattr(ParallelHeads, "logits_of", counted)
     model = target(torch.bfloat16)
     head = KINDS[name](model)
     take_over(model, head)
