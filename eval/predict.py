@@ -216,14 +216,21 @@ def _walk(tree: Tree, traces: Traces, chances_DKPL: Floats | None) -> PredictedC
             run_PL = run_PL * at(traces.values["copied_same"], level - 1)
             offered[level] = np.maximum(offered[level] * (1 - alone_PL), on_offer_PL)
             accepted[level] = np.maximum(accepted[level] * (1 - alone_PL), run_PL)
+    return _counted(accepted, offered, inside_PL)
+
+
+def _counted(accepted: Floats, offered: Floats, inside_PL: NDArray[np.bool_]) -> PredictedCounts:
+    """Expected counts of the steps along every text. accepted, offered: by depth and root, the
+    chance that a token was accepted, and offered, there.
+    """
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
     ends = dict(enumerate(accepted[:-1] - accepted[1:], 1))
     calls_PL, square_PL = _calls(ends, inside_PL)
     visits_PL = _visits(ends, inside_PL)
-    left_PL = lengths_P[:, None] - np.arange(longest)
+    left_PL = inside_PL.sum(1, keepdims=True) - np.arange(inside_PL.shape[1])
     accepted_by_depth = []
     reached_by_depth = []
-    for depth in range(1, tree.depth + 1):
+    for depth in range(1, len(accepted) - 1):
         accepted_by_depth.append((visits_PL * accepted[depth]).sum(1))
         reached_PL = visits_PL * offered[depth] * (left_PL >= depth)
         reached_by_depth.append(reached_PL.sum(1))

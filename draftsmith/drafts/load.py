@@ -135,13 +135,17 @@ def load_models(
                 source, draft, model, tokenizer, trust_remote_code, heterogeneous_vocab
             )
             if mapping is not None:
-                attach(draft, mapping)
-                shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
-                log.warning(
-                    "%s: has another tokenizer; it shares %s, and drafts those only", source, shares
-                )
+                _share_tokens(source, draft, mapping, tokenizer)
             _remark_size(source, draft, target, model)
     return LoadedModels(target, model, tokenizer, loaded)
+
+
+def _share_tokens(
+    source: str, draft: PreTrainedModel, mapping: VocabularyMap, tokenizer: Tokenizer
+) -> None:
+    attach(draft, mapping)
+    shares = f"{mapping.shared} of the target's {len(tokenizer)} tokens"
+    log.warning("%s: has another tokenizer; it shares %s, and drafts those only", source, shares)
 
 
 def _by_name(drafts: Mapping[str, str] | Sequence[str]) -> Mapping[str, str]:

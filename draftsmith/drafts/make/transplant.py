@@ -66,6 +66,21 @@ def transplant(
     from_pieces = sum(len(row) > 1 for row in rows)
     unmapped = tuple(names[token] for token, row in enumerate(rows) if not row and token in names)
     shared = sum(len(row) == 1 for row in rows)
+    moved_to = _with_room(donor, target)
+    embedding = moved_to.get_input_embeddings().get_parameter("weight")
+    _fill(embedding, donor.get_input_embeddings().get_parameter("weight"), rows)
+    output = moved_to.get_output_embeddings()
+    firsts = [row[:1] for row in rows]
+    for name, values in donor.get_output_embeddings().named_parameters():
+        _fill(output.get_parameter(name), values, firsts)
+    moved_to.generation_config = copy.deepcopy(target.generation_config)
+    moved_to.eval()
+    padding = size - shared - from_pieces - len(unmapped)
+    return moved_to, Moved(shared, from_pieces, unmapped, padding)
+
+
+def _with_room(donor: PreTrainedModel, target: PreTrainedModel) -> PreTrainedModel:
+    """The donor with tables for the target's vocabulary, which are still to be filled."""
     config = copy.deepcopy(donor.config)
     taken = filled({"max_position_embeddings": 0, "rope_parameters": 0}, target.config)[1]
     # None too: the donor's own are ids of its vocabulary.
@@ -78,23 +93,13 @@ def transplant(
     config.tie_word_embeddings = False
     moved_to = type(donor)(config)
     nn.Module.to(moved_to, dtype=donor.dtype, device=donor.device)
-    # Tensors of another size are those of the vocabulary, which are filled below.
+    # Tensors of another size are those of the vocabulary.
     weights = moved_to.state_dict()
     for name, tensor in donor.state_dict().items():
         if tensor.shape == weights[name].shape:
             weights[name] = tensor
     moved_to.load_state_dict(weights)
-    embedding = moved_to.get_input_embeddings().get_parameter("weight")
-    _fill(embedding, donor.get_input_embeddings().get_parameter("weight"), rows)
-    output = moved_to.get_output_embeddings()
-    firsts = [row[:1] for row in rows]
-    for name, values in donor.get_output_embeddings().named_parameters():
-        _fill(output.get_parameter(name), values, firsts)
-    moved_to.generation_config = copy.deepcopy(target.generation_config)
-    moved_to.eval()
-    return moved_to, Moved(
-        shared, from_pieces, unmapped, size - shared - from_pieces - len(unmapped)
-    )
+    return moved_to
 
 
 def _fill(new: Tensor, old: Tensor, rows: list[tuple[int, ...]]) -> None:
