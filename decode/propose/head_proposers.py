@@ -377,7 +377,7 @@ class _FeatureNetwork(_HeadNetwork):
         self, head: MedusaHeads | HydraHeads, packs: Packs | None, setup: SessionSetup
     ) -> None:
         super().__init__(head, setup)
-        if packs is not None:
+        if packs is not None and packs.owned:
             packs.prepare(head)
             packs.settle()
         self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
