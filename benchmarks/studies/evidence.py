@@ -174,6 +174,31 @@ def how_much(results: Results) -> Evidence:
     )
 
 
+# Heads of `benchmarks.studies.long_texts`.
+LENGTHS = {
+    "kept": "the kept head",
+    "short": "then rows of 256",
+    "long": "then rows of 2,048",
+}
+
+
+def long_texts(results: Results) -> Evidence:
+    """Return the table of one head by the length of what it was trained on and of the prompt."""
+    rows = []
+    for domain in results.domains():
+        alphas = [results.alpha(draft, domain, 1.0) for draft in LENGTHS]
+        change = real_tables.gain_over_seeds(results.document, "long", "short", domain)
+        rows.append([f"{int(domain):,}", *map(with_interval, alphas), gap(change)])
+    heading = ["tokens of the prompt", *LENGTHS.values(), "long over short rows"]
+    shown = table(heading, rows)
+    return Evidence(
+        name="long-texts",
+        title="what a head loses beyond the length it was trained on",
+        table=shown,
+        sections={"T = 1": shown},
+    )
+
+
 # Optimizer and steps of the drafts of SmolLM2, in the order of the rows of a draft.
 RECIPES = ("AdamW, 624", "Muon, 312", "Muon, 1,248")
 # A GPU trained these on all answers. Name in its evaluation -> kind, and optimizer and steps.

@@ -104,6 +104,7 @@ def pages(root: Path) -> list[Evidence]:
         ),
         evidence.alignment(alignments(root), balanced, frontier, kept(root, "domains")),
         evidence.how_much(results_of(root, "real-amount")),
+        evidence.long_texts(results_of(root, "real-long-texts")),
         evidence.recipe(
             [which, results_of(root, "real-recipe"), results_of(root, "real-longer")],
             [kept(root, "real-recipe-speed"), kept(root, "real-longer-speed")],
@@ -150,6 +151,7 @@ def pictures(root: Path) -> None:
     real_figures.command(results_of(root, "real-command"), out)
     real_figures.align(alignments(root), real_tables.NAMES, out)
     real_figures.amount(results_of(root, "real-amount"), out)
+    real_figures.lengths(results_of(root, "real-long-texts"), evidence.LENGTHS, out)
     real_figures.depths(which, real_tables.NAMES, out)
     objectives_figure.write_pictures(kept(root, "objectives-nano"), out, "objectives-nano")
 

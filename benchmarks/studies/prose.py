@@ -12,20 +12,17 @@ import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from benchmarks.studies.figures import kept
+from benchmarks.studies.real_tables import gain_over_seeds
 from draftsmith.core.io import read_json
-from draftsmith.eval.bootstrap import PromptSums, difference, resamples
 from draftsmith.eval.formats import with_interval
-from draftsmith.eval.schema import Estimate
 
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _GAIN = re.compile(r"gain of (\S+) over (\S+) on (\S+)")
@@ -141,26 +138,6 @@ def _step(found: Any, step: str) -> Any:
     if len(rows) != 1:
         raise KeyError(f"{len(rows)} rows with {step}")
     return rows[0]
-
-
-def gain_over_seeds(document: Any, new: str, old: str, domain: str) -> Estimate:
-    """Return the gain in alpha of some drafts over others at temperature 1, the mean over the
-    training seeds of each, with its interval over prompts.
-    """
-    (suite,) = [row for row in document["suites"] if row["name"] == domain]
-    groups = suite.get("prompt_groups", suite["prompt_hashes"])
-
-    def sums(pattern: str) -> PromptSums:
-        counts = []
-        for row in document["counts"]:
-            at = (row["of"], row["domain"], row["temperature"])
-            if at == ("alpha", domain, 1.0) and fnmatchcase(row["draft"], pattern):
-                counts.append(row["per_prompt"])
-        accepted = np.sum([each["sum"] for each in counts], axis=0)
-        return PromptSums.of(accepted, np.sum([each["count"] for each in counts], axis=0))
-
-    picks = resamples(groups, document["config"]["bootstrap"], document["config"]["seed"])
-    return difference(sums(new), sums(old), picks)
 
 
 def _rendered(root: Path, sentence: str) -> tuple[str, list[tuple[int, int]]]:

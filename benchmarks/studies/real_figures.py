@@ -124,6 +124,26 @@ def depths(results: Results, names: Mapping[str, str], out: Path) -> None:
     write(out, "real-depths", results.drafts, results.base, partial(_by_depth, results, names))
 
 
+def lengths(results: Results, names: Mapping[str, str], out: Path) -> None:
+    """OUT/real-long-texts: alpha by the length of the prompt."""
+    draw = partial(_by_length, results, names)
+    write(out, "real-long-texts", results.drafts, results.base, draw, width=6.0)
+
+
+def _by_length(results: Results, names: Mapping[str, str], figure: Figure, look: Look) -> None:
+    domains = results.domains()
+    panels = _panels(figure, 1)
+    for number, draft in enumerate(results.drafts):
+        rows = [results.figure("alpha", draft, domain, 1.0) for domain in domains]
+        aside = 1.04 ** _from_middle(number, results.drafts)
+        places = [int(domain) * aside for domain in domains]
+        _points(panels[0], places, rows, draft, names, look, joined=True)
+    panels[0].set_xscale("log", base=2)
+    panels[0].set_xticks([int(domain) for domain in domains], domains)
+    panels[0].set_xlabel("tokens of the prompt")
+    _explain(figure, panels, "expected acceptance α, T = 1")
+
+
 def _by_set(
     results: Results, drafts: Sequence[str], names: Mapping[str, str], figure: Figure, look: Look
 ) -> None:

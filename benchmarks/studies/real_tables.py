@@ -1,13 +1,18 @@
 """Tables of the study of SmolLM2-135M-Instruct (`real_pair.py`)."""
 
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
 
 from benchmarks.lib.pages import by_temperature, table
 from benchmarks.studies import frontier_tables, real_figures
 from draftsmith.core.io import JsonObject
+from draftsmith.eval.bootstrap import PromptSums, difference, resamples
 from draftsmith.eval.formats import number, with_interval
 from draftsmith.eval.results import Results
-from draftsmith.eval.schema import Row
+from draftsmith.eval.schema import Estimate, Row
 
 NAMES = {
     "pruned": "two pruned layers",
@@ -177,3 +182,23 @@ def amounts(results: Results, first: str, temperature: float) -> str:
     return table(
         [first, "tokens", "steps", "alpha chat", "tau chat", "alpha maths", "tau maths"], rows
     )
+
+
+def gain_over_seeds(document: Any, new: str, old: str, domain: str) -> Estimate:
+    """Return the gain in alpha of some drafts over others at temperature 1, the mean over the
+    training seeds of each, with its interval over prompts.
+    """
+    (suite,) = [row for row in document["suites"] if row["name"] == domain]
+    groups = suite.get("prompt_groups", suite["prompt_hashes"])
+
+    def sums(pattern: str) -> PromptSums:
+        counts = []
+        for row in document["counts"]:
+            at = (row["of"], row["domain"], row["temperature"])
+            if at == ("alpha", domain, 1.0) and fnmatchcase(row["draft"], pattern):
+                counts.append(row["per_prompt"])
+        accepted = np.sum([each["sum"] for each in counts], axis=0)
+        return PromptSums.of(accepted, np.sum([each["count"] for each in counts], axis=0))
+
+    picks = resamples(groups, document["config"]["bootstrap"], document["config"]["seed"])
+    return difference(sums(new), sums(old), picks)
