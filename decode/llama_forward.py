@@ -75,12 +75,15 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         hooked = any(getattr(hook, "__module__", "") not in _KNOWN_HOOKS for hook in hooks)
         if not plain or hooked or "forward" in module.__dict__:
             return None
-    parameters = [weight for weight in model.parameters() if four_bit_state(weight) is None]
-    if any(type(parameter) is not nn.Parameter for parameter in parameters):
-        return None
-    kinds = {(parameter.device.type, parameter.device, parameter.dtype) for parameter in parameters}
-    device_type, _, dtype = kinds.pop()
-    if kinds or not dtype.is_floating_point or device_type not in ("cpu", "cuda"):
+    # A list of the weights would keep those that packed ones replace.
+    kinds = {
+        (type(weight), weight.device, weight.dtype)
+        for weight in model.parameters()
+        if four_bit_state(weight) is None
+    }
+    kind, device, dtype = kinds.pop()
+    plain = kind is nn.Parameter and dtype.is_floating_point
+    if kinds or not plain or device.type not in ("cpu", "cuda"):
         return None
     lean = LeanForward(model, packs, family)
     return None if kernel_only and lean.kernel is None else lean
@@ -159,7 +162,6 @@ class LeanForward:
         head: Any = model.lm_head
         config: Any = model.config
         last_norm = getattr(body, family.last_norm)
-        weights = list(model.parameters())
         on_cpu = packs is not None and packs.native and model.device.type == "cpu"
         functions = kernel() if on_cpu else None
         self.sizes = _sizes(model, family)
@@ -170,8 +172,8 @@ class LeanForward:
         self._packs = packs
         self._by_torch_too = family.by_torch
         # Torch would multiply 16 bits slowly on a CPU, and cannot multiply four.
-        large = sum(weight.numel() for weight in weights) >= SMALLEST_MODEL
-        four_bits = any(four_bit_state(weight) is not None for weight in weights)
+        large = sum(map(torch.numel, model.parameters())) >= SMALLEST_MODEL
+        four_bits = any(four_bit_state(weight) is not None for weight in model.parameters())
         known = getattr(config, family.activation) in ACTIVATIONS
         needed = self.dtype != self._state_dtype or four_bits or not family.by_torch
         self._any_size = needed or (known and large)

@@ -35,6 +35,7 @@ from draftsmith.core.errors import (  # noqa: E402
     RunError,
     one_line,
     printable,
+    ran_out,
 )
 from draftsmith.core.host import brief_waiting, keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith.core.ranks import (  # noqa: E402
@@ -153,7 +154,7 @@ def _failed(called: str, error: BaseException) -> int:
     if isinstance(error, InputError | RunError):
         _say(f"{called}{one_line(error)}", error)
         return 2 if isinstance(error, InputError) else 1
-    if isinstance(error, MemoryError) or "start new thread" in str(error):
+    if ran_out(error) or "start new thread" in str(error):
         _say(f"{called}no memory is left ({one_line(error)}); ask for less, or free some", error)
         return 1
     if not isinstance(error, OSError):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import fingerprint, load_model
@@ -221,6 +222,15 @@ def test_weights_without_a_place_are_named(copy, caplog):
     assert warnings == [
         f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"
     ]
+
+
+def test_a_model_that_is_too_large_names_what_makes_it_fit(copy, monkeypatch):
+    def full(*words: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
+
+    monkeypatch.setattr(PreTrainedModel, "to", full)
+    fix = ": does not fit into memory; .* --target_parallel N; .* --target_device_map auto, or "
+    assert re.search(fix, refusal(load_on_cpu, str(copy)))
 
 
 def test_logits_that_overflow_name_the_dtype(copy):

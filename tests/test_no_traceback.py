@@ -133,7 +133,12 @@ def test_a_tokenizer_that_panics_skips_the_row(tmp_path, target_dir):
     assert [skip.row for skip in found.skipped] == [1] and len(found.prompts) == 1
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")])
+FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError(FULL)]
+)
 def test_a_machine_without_memory_is_one_line(monkeypatch, capsys, error):
     def fail(*_: object) -> None:
         raise error

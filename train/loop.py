@@ -13,12 +13,11 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from safetensors.torch import load_file
 from torch import Tensor
 
 from draftsmith.core.devices import peak_memory
-from draftsmith.core.errors import RunError
+from draftsmith.core.errors import RunError, ran_out
 from draftsmith.core.io import write_text_atomic, writing
 from draftsmith.core.progress import progress
 from draftsmith.core.ranks import groups
@@ -181,8 +180,8 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
                 if isinstance(cache, OnlineStates):
                     figure += f", waited {cache.waited():.0%} for states"
                 advance(1, f"loss {figures['loss']:.3f} {figure}")
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not should_reduce_batch_size(error):
+    except Exception as error:
+        if isinstance(error, RunError) or not ran_out(error):
             raise
         raise _out_of_memory(job, run.position.step) from None
     finally:

@@ -3,7 +3,10 @@ models are built without values.
 """
 
 import os
+import resource
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -196,4 +199,12 @@ def _free(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return int(get_max_memory()["cpu"]) // processes
+    free = int(get_max_memory()["cpu"]) // processes
+    # What `ulimit -v` and `ulimit -d` leave; only Linux says what is taken.
+    with suppress(OSError):
+        pages = Path("/proc/self/statm").read_text().split()
+        for limit, taken in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+            most = resource.getrlimit(limit)[0]
+            if most != resource.RLIM_INFINITY:
+                free = min(free, most - int(taken) * resource.getpagesize())
+    return free

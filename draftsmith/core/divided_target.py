@@ -16,7 +16,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.ranks import launched
 from draftsmith.core.shapes import Loading, read_config, without_values
 
-_INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"
+INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"
 
 
 class _Groups(DistributedConfig):
@@ -36,16 +36,16 @@ def divided(name: str, count: int, options: Loading) -> DistributedConfig:
     if launched() % count or launched() == 1:
         raise InputError(f"{where}{launched()} processes do not make groups of {count}")
     if "quantization_config" in options:
-        raise InputError(f"{where}a target in 4 bits stays on one device; {_INSTEAD}")
+        raise InputError(f"{where}a target in 4 bits stays on one device; {INSTEAD}")
     config = read_config(name, **options)
     text = config.get_text_config(decoder=True)
     for key in ("num_key_value_heads", "num_attention_heads"):
         heads = getattr(text, key, None) or count
         if any(each % count for each in (heads if isinstance(heads, list) else [heads])):
-            raise InputError(f"{where}does not divide {heads} ({key} of {name}); {_INSTEAD}")
+            raise InputError(f"{where}does not divide {heads} ({key} of {name}); {INSTEAD}")
     model = without_values(config, trust_remote_code=options["trust_remote_code"])
     if not model.tp_plan:
-        raise InputError(f"{where}transformers cannot divide a {type(model).__name__}; {_INSTEAD}")
+        raise InputError(f"{where}transformers cannot divide a {type(model).__name__}; {INSTEAD}")
     tables = (model.get_input_embeddings(), model.get_output_embeddings())
     whole = [name for name, module in model.named_modules() if module in tables]
     return _Groups(

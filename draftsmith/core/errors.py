@@ -18,6 +18,8 @@ _URL = re.compile(
 
 # All but tab and line break.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# As torch and the system say it.
+_RAN_OUT = re.compile("out of memory|(can't|cannot) allocate memory", re.IGNORECASE)
 # Characters of a message.
 _LONGEST = 1200
 
@@ -138,6 +140,11 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
 EXTRAS = {name: name for name in ("deepspeed", "gguf", "ray", "tensorboard", "vllm", "wandb")}
 EXTRAS |= {"bitsandbytes": "bnb", "httpx": "serve"}
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether the memory of the machine or of a device is used up."""
+    return isinstance(error, MemoryError) or bool(_RAN_OUT.search(str(error)))
 
 
 def is_installed(package: str) -> bool:

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.hub import cached_file
 
-from draftsmith.core.device_map import Written, is_spread, spread, values_of
+from draftsmith.core.device_map import Written, in_parts, spread, values_of
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.divided_target import divided, is_divided, own_share, whole
-from draftsmith.core.errors import InputError, require_package
+from draftsmith.core.divided_target import INSTEAD, divided, is_divided, own_share, whole
+from draftsmith.core.errors import InputError, ran_out, require_package
 from draftsmith.core.hidden_states import some_tokens, without_layers
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
@@ -102,20 +102,23 @@ def load_model(
             if not layers:
                 count = _leave_out_layers(name, options)
             loaded: Any = AutoModelForCausalLM.from_pretrained(name, **options)
+        model, info = loaded
+        if not getattr(model, "is_quantized", False) and not in_parts(model):
+            model.to(target_device)
     except InputError:
         raise
     except Exception as error:
+        if ran_out(error):
+            more = "divide a target over (more) processes by --target_parallel N"
+            raise InputError(f"{name}: does not fit into memory; {more}; {INSTEAD}") from None
         raise InputError(
             f"{name}: no causal language model could be loaded: {why_not(name, error)}"
         ) from None
-    model, info = loaded
     if not layers:
         info["unexpected_keys"] = []
         without_layers(model, count)
     _check_weights(name, type(model).__name__, info)
     _check_codes(name, model)
-    if not getattr(model, "is_quantized", False) and not is_spread(model):
-        model.to(target_device)
     model.eval()
     _check_values(name, model)
     return cast(PreTrainedModel, model)
