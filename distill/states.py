@@ -84,17 +84,23 @@ def check(config: DistillConfig, engine: Engine, *, local: bool = True) -> None:
     assert states is not None
     ids = encode_text(load_tokenizer(config.target, **tokenizing(config)), _TEXT)
     rows = [ids[: _SHARED + 16], [*ids[:_SHARED], *ids[80:96]], ids[3:20]]
-    ask(engine, [rows[:1]], first=-4)
-    ask(engine, [rows], first=-3)
-    alone, *found = [states.probes[-number] for number in (4, 3, 2, 1)]
-    # Of 16 bits, which round; another layer's states are further away.
-    tolerance = 1e-3 if found[0].dtype == torch.float32 else 0.05
-    apart = float(_apart(found[0], alone).max())
-    if apart > tolerance:
-        raise RunError(
-            f"states: a row's differ by {apart:.0%} from those of a second request: they depend on "
-            "what else is in their batch; serve with --max-num-seqs 1, or another version"
-        )
+    first: Tensor | None = None
+    for server in engine.one_by_one():
+        ask(engine, [rows[:1]], first=-4)
+        ask(engine, [rows], first=-3)
+        alone, *found = [states.probes[-number] for number in (4, 3, 2, 1)]
+        first = alone if first is None else first
+        # Of 16 bits, which round; another layer's states are further away.
+        tolerance = 1e-3 if alone.dtype == torch.float32 else 0.05
+        apart = float(_apart(found[0], alone).max())
+        if apart > tolerance:
+            raise RunError(
+                f"states: a row's differ by {apart:.0%} from those of a second request: they "
+                "depend on what else is in their batch; serve with --max-num-seqs 1, or another "
+                "version"
+            )
+        if _apart(alone, first).max() > tolerance:
+            raise RunError(f"states: those of {server} differ from those of the first server")
     states.open(found[0].dtype)
     files = checkpoint_files(config.target, config.revision)
     size = sum(file.stat().st_size for file in files)

@@ -21,8 +21,9 @@ from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.hidden_states import body_states
 from draftsmith.core.models import load_model
 from draftsmith.core.state_files import StoredStates, checkpoint_digest
-from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.generate import distill
+from draftsmith.distill.states import write_states
 from tests import test_distill_vllm
 from tests.distilled import rows_of, write_rows
 from tests.serving import serving
@@ -155,6 +156,24 @@ def test_a_server_gives_states_with_its_answers(
     with serving("vllm", tokenizer) as server:
         said = door.refused(*run[:at], "openai", "--endpoint", server.url, *run[at + 1 :], code=1)
     assert "states: the engine wrote none; docs/large-targets.md" in said
+
+
+def test_every_server_is_checked(target_dir, draft_dir, distilled, tmp_path, tokenizer):
+    (tmp_path / "other").mkdir()
+    other = writer(draft_dir, tmp_path / "other", (0, 1, 1))
+    with (
+        serving("vllm", tokenizer, states=writer(target_dir, tmp_path)) as right,
+        serving("vllm", tokenizer, states=other) as wrong,
+    ):
+        config = StatesConfig(
+            target=target_dir,
+            engine="openai",
+            endpoint=[right.url, wrong.url],
+            states=str(tmp_path / "states"),
+            states_of=[distilled],
+        )
+        with pytest.raises(RunError, match=f"states: those of {wrong.url} differ from those of"):
+            write_states(config)
 
 
 def test_a_set_that_is_there_gets_its_states(engine, target_dir, distilled, tmp_path, door):

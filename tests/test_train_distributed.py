@@ -6,14 +6,20 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from draftsmith.core.errors import InputError, LauncherError, RunError
+from draftsmith.train import parallel
 from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.optimizer import Optimizers
 from draftsmith.train.world import make_world
 from tests.small_targets import made
+from tests.tiny_models import HEADS, tiny_llama
 from tests.train_laws import BEFORE, close, metrics
 
 ROOT = Path(__file__).parents[1]
@@ -210,6 +216,20 @@ def test_two_processes_are_one(
         agree(two, one)
         judged = [line["heldout_loss"] for line in metrics(two, "heldout_loss")]
         assert judged[-1] < 0.98 * judged[0]
+
+
+@pytest.mark.parametrize("kind", ["lm", "eagle", "eagle3", "mtp"])
+def test_fsdp_gathers_a_head_once_a_step(kind, monkeypatch):
+    """And a language model layer by layer."""
+    sharded: list[object] = []
+    monkeypatch.setattr(parallel, "fully_shard", lambda module, **_: sharded.append(module))
+    monkeypatch.setattr(parallel, "init_device_mesh", lambda *_: None)
+    target = tiny_llama(0, layers=4)
+    trainee: Any = SimpleNamespace(draft=target if kind == "lm" else HEADS[kind](target))
+    world: Any = SimpleNamespace(device=torch.device("cpu"), size=2)
+    config: Any = None
+    parallel.Sharded(world, trainee, lambda: Optimizers([]), config)
+    assert sharded == [*(target.model.layers if kind == "lm" else ()), trainee]
 
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1", "WORLD_SIZE": "2"}

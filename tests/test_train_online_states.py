@@ -1,10 +1,12 @@
 """Training beside servers that write the target's states while it reads them."""
 
+import itertools
 import json
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,10 +159,7 @@ def test_it_learns_as_beside_the_target(pair, far, tmp_path):
 @pytest.fixture
 def dying(tokenizer, monkeypatch):
     """`dying(states)`: a server that is gone after some rows."""
-    monkeypatch.setattr(openai, "PATIENCE_S", 3.0)
-    monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(online_states, "_TIMEOUT_S", 3.0)
+    monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(online_states, "_CONCURRENCY", 4)
 
     @contextmanager
@@ -190,9 +189,11 @@ def test_a_server_that_dies_is_left_out(pair, far, tokenizer, tmp_path, capsys, 
 
 @pytest.mark.slow(20)
 def test_a_run_that_ends_early_goes_on_to_the_same_draft(
-    pair, far, tokenizer, tmp_path, door, spawn, dying
+    pair, far, tokenizer, tmp_path, door, spawn, dying, monkeypatch
 ):
-    """Killed in a step; then all servers are gone."""
+    """Killed in a step; then all servers are gone. A minute passes whenever the engine looks."""
+    minutes = itertools.count(step=60)
+    monkeypatch.setattr(openai, "time", SimpleNamespace(monotonic=lambda: next(minutes)))
     states = writer(pair["target"], tmp_path)
 
     def words(server: Server) -> list[str]:

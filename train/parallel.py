@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftsmith.core.errors import RunError
+from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.optimizer import Optimizers, States
 from draftsmith.train.trainee import Trainee
@@ -262,7 +263,10 @@ class Sharded(Copies):
         # Whether gathered weights stay after each layer's forward.
         reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
         keep = reshard in ("false", "0", "no")
-        for layer in repeated_layers(self.trainee.draft):
+        draft = self.trainee.draft
+        # A head runs its layer at every depth, and would gather it for each.
+        once = not isinstance(draft, FeatureHead)
+        for layer in repeated_layers(draft) if once else ():
             fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
         fully_shard(self.trainee, mesh=mesh)
         self.module = self.trainee

@@ -108,6 +108,10 @@ class Engine(Protocol):
         prompts. An empty group says that there is nothing to ask yet.
         """
 
+    def one_by_one(self) -> Iterator[str]:
+        """Ask one server alone until the next is taken; yield its name."""
+        yield ""
+
     def close(self) -> None:
         """Release what the engine holds outside this process, and write states that it holds."""
         if self.states is not None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -103,6 +103,14 @@ class OpenAIEngine(Engine):
         more.
         """
         _run(self._ask_all(groups, done))
+
+    def one_by_one(self) -> Iterator[str]:
+        servers = self._servers
+        for server in servers:
+            if server.dialect is not None:
+                self._servers = [server]
+                yield server.url
+        self._servers = servers
 
     def _client(self, server: Server) -> httpx.AsyncClient:
         """Return a client for one connection.
