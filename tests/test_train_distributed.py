@@ -44,6 +44,8 @@ import draftsmith.train.loop
 from draftsmith.__main__ import main
 if find_spec("deepspeed"):
     import deepspeed  # accelerate imports it in every run
+    # Sums in shared memory, which it would first compile for most of a minute; gloo has them too.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 gc.freeze()
 
@@ -211,7 +213,7 @@ def test_two_processes_are_one(
     agree(tmp_path / "adam2", tmp_path / "adam1", Path(draft_dir))
     for index in range(len(others)):
         one, two = (tmp_path / f"other{index}-{processes}" for processes in (1, 2))
-        assert "".join(said(2 + index, "err")).count("8/8") == 1  # one of them speaks
+        assert ["8/8" in each for each in said(2 + index, "err")].count(True) == 1  # one speaks
         assert json.loads((two / "draftsmith.json").read_text())["processes"] == 2
         agree(two, one)
         judged = [line["heldout_loss"] for line in metrics(two, "heldout_loss")]
