@@ -411,7 +411,9 @@ def test_gguf_types_that_cannot_be_written_are_named(tmp_path):
             exported(tmp_path, **options)
         return str(error.value)
 
-    assert refused(form="gguf", type="Q4_K_M").startswith("type: the gguf package writes no Q4_K_M")
+    k_quant = refused(form="gguf", type="Q4_K_M")
+    assert k_quant.startswith("type: the gguf package writes no Q4_K_M; take F32, ")
+    assert k_quant.endswith("/model.gguf Q4_K_M.gguf Q4_K_M`") and "`--type F16`" in k_quant
     assert "is for --format gguf" in refused(form="hf", type="Q8_0")
     assert "stands for --dtype" in refused(form="gguf", type="F16", dtype="float32")
     save_model(tmp_path / "target", seed=0, layers=1, vocabulary=290)

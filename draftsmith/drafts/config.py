@@ -65,8 +65,8 @@ class ExportConfig(RevisionOptions):
         if kind not in GGUF_TYPES:
             known = ", ".join(GGUF_TYPES)
             raise InputError(
-                f"type: the gguf package writes no {kind}; take {known}, or write F16 and run "
-                f"llama.cpp's own `llama-quantize {self.out}/model.gguf {kind}`"
+                f"type: the gguf package writes no {kind}; take {known}, or `--type F16` and then "
+                f"llama.cpp's own `llama-quantize {self.out}/model.gguf {kind}.gguf {kind}`"
             )
 
 
