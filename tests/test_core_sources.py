@@ -206,7 +206,9 @@ def test_an_adapter_is_told_apart_from_what_was_merged(copy):
         assert f"from_pretrained('{copy}').merge_and_unload()" in line
 
 
-@pytest.mark.parametrize("name", ["/no/such/place", "~/model", "a/b/c", "", "owner/never-made"])
+@pytest.mark.parametrize(
+    "name", ["/no/such/place", "~/model", "a/b/c", "a=b", "", "owner/never-made"]
+)
 @pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
 def test_a_name_that_is_no_model(name, load):
     refusal(load, name)

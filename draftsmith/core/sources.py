@@ -43,7 +43,8 @@ def check_source(name: str) -> None:
     hub.
     """
     path = Path(name)
-    on_hub = bool(name.strip()) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
+    could_be = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is not None
+    on_hub = could_be and not name.startswith(".")
     is_model = (path / "config.json").exists()
     reason = ""
     if name.lower().endswith("gguf") and not is_model and (path.exists() or on_hub):
