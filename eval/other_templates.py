@@ -14,12 +14,12 @@ from typing import Any
 
 from draftsmith.core.chats import Chat, ChatRefused, encode_messages
 from draftsmith.core.errors import InputError
+from draftsmith.core.prompt_rows import IN_OTHER_TEMPLATES
 from draftsmith.core.prompts import PromptSet, Skipped, read_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.template_date import date_of
 from draftsmith.core.tokenization import Tokenizer, encode_text
 
-_PREFIX = "template:"
 _SENTENCE = "Answer in plain words, and do not repeat the question."
 _DAYS = 200
 
@@ -59,8 +59,8 @@ def read_set(source: str, tokenizer: Tokenizer, **options: Any) -> PromptSet:
     """Read a prompt set as `read_prompts` does, `template:PROMPTS` too. Of the latter, rows that
     are no chats are skipped; raise InputError if none is left.
     """
-    found = read_prompts(source.removeprefix(_PREFIX), tokenizer, **options)
-    if not source.startswith(_PREFIX):
+    found = read_prompts(source.removeprefix(IN_OTHER_TEMPLATES), tokenizer, **options)
+    if not source.startswith(IN_OTHER_TEMPLATES):
         return found
     changed = []
     skipped = list(found.skipped)

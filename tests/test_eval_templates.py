@@ -1,11 +1,13 @@
 """The same chats as another server would send them, as a prompt set of an evaluation."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from draftsmith.cli.named_inputs import check_named
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import PromptSet
 from draftsmith.core.template_date import date_of, fix_date
@@ -96,6 +98,9 @@ def test_eval_reads_such_a_set(chats, target_dir, draft_dir):
         max_new_tokens=2,
         device="cpu",
     )
+    check_named(config)
+    with pytest.raises(InputError, match="ood: none.jsonl: no such file"):
+        check_named(replace(config, ood=["other=template:none.jsonl"]))
     request = check(config)
     (own, other), _ = load(config, request.drafts, request.id_sets, request.ood_sets)
     assert (own.kind, other.kind, other.source) == ("id", "ood", f"template:{chats}")

@@ -51,6 +51,8 @@ _MARKS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+# Before a source: its chats in other templates (`eval.other_templates`).
+IN_OTHER_TEMPLATES = "template:"
 _NOT_FOUND = "no such file, and no dataset owner/name:split on the hub"
 _COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
@@ -153,6 +155,7 @@ def count_rows(source: str) -> int | None:
 
 def check_rows(source: str) -> None:
     """Raise InputError for a source that cannot be one of rows; read nothing."""
+    source = source.removeprefix(IN_OTHER_TEMPLATES)
     if source.startswith("@") or _is_file(source) or free_rows(source) is not None:
         return
     name, _, split = source.partition(":")
