@@ -205,8 +205,10 @@ class ResultsTable:
         fit = [how for how in known if tree in (None, how[0]) and verifier in (None, how[1])]
         fit = [how for how in fit if how in self.methods] or fit
         if len(fit) != 1:
-            wanted = " ".join(filter(None, (tree, verifier))) or "no tree named"
-            listed = ", ".join(map(" ".join, fit or self.methods_of(draft)))
+            named = filter(None, (tree, verifier))
+            wanted = " ".join(named) or "no tree named"
+            methods = fit or self.methods_of(draft)
+            listed = ", ".join(map(" ".join, methods))
             problem = "several fit:" if fit else "not measured; there are"
             raise InputError(f"{wanted}: {problem} {listed}")
         return fit[0]

@@ -163,7 +163,8 @@ class Lead:
         """A sentence on every draft whose held-out alpha still rose when training stopped."""
         sentences = []
         for name, rise in self.rises.items():
-            sentences.append(said("rising", draft=name, gained=number(rise, sign=True)))
+            gained = number(rise, sign=True)
+            sentences.append(said("rising", draft=name, gained=gained))
         return " ".join(sentences)
 
     @property
@@ -268,21 +269,19 @@ class Lead:
         for cell_sign in WORDS["rest"]:
             fits = [cell for cell in decision.cells if cell.sign == cell_sign and not cell.busy]
             if fits and not (decision.verdict == "busy" and cell_sign == 0):
-                rest.append(said("rest", cell_sign, where=decision.where(fits)))
+                where = decision.where(fits)
+                rest.append(said("rest", cell_sign, where=where))
         if decision.busy and decision.verdict != "busy":
-            rest.append(said("busy_there", where=decision.where(decision.busy)))
+            where = decision.where(decision.busy)
+            rest.append(said("busy_there", where=where))
         for cell in decision.cells:
             fastest = Setting.of(cell.fastest)
             elsewhere = cell.sign != 1 and not cell.busy and fastest != decision.setting
             if elsewhere and sign(cell.fastest, 1.0) == 1:
-                rest.append(
-                    said(
-                        "faster_elsewhere",
-                        where=decision.where([cell]),
-                        setting=_with_tree(fastest),
-                        speed=with_interval(cell.fastest, 2),
-                    )
-                )
+                where = decision.where([cell])
+                setting = _with_tree(fastest)
+                speed = with_interval(cell.fastest, 2)
+                rest.append(said("faster_elsewhere", where=where, setting=setting, speed=speed))
         return rest
 
     def _of_cell(self, cell: Cell) -> str:

@@ -106,7 +106,8 @@ def _table(words: Mapping[str, Any], names: int, rows: Sequence[Mapping[str, str
     """Make a table without the columns that are empty."""
     filled: dict[str, None] = {}
     for row in rows:
-        filled |= dict.fromkeys(key for key, cell in row.items() if cell not in ("", NONE))
+        keys = [key for key, cell in row.items() if cell not in ("", NONE)]
+        filled |= dict.fromkeys(keys)
     kept_rows = []
     for row in rows:
         kept_rows.append({key: cell for key, cell in row.items() if key in filled})
@@ -187,7 +188,8 @@ def _holm(results: ResultsTable, rows: Sequence[Row]) -> Writes:
     families: dict[tuple[str, float, str], list[Row]] = {}
     for row in rows:
         kind = row["kind"] if row["domain"] == row["kind"] else ""
-        families.setdefault((row["draft"], row["temperature"], kind), []).append(row)
+        family = (row["draft"], row["temperature"], kind)
+        families.setdefault(family, []).append(row)
     clear: dict[int, int | None] = {}
     for members in families.values():
         gains = [results.beside(row, "gain_by_part" if row["part"] else "gain") for row in members]
