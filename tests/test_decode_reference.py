@@ -1,4 +1,4 @@
-"""The algorithm in one file, `examples/reference.py`, as the oracle of the decoder.
+"""The algorithm in one file, `draftsmith.decode.reference`, as the oracle of the decoder.
 
 Its own output has the target's law; greedily the decoder takes the same tokens in the same calls,
 and above temperature 0 its calls are as long with the same probability. Worlds of five tokens.
@@ -15,8 +15,7 @@ from scipy.stats import chi2_contingency
 from torch import Tensor
 
 from draftsmith.core.sampling import Sampling, generator, probs
-from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
-from examples import reference
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder, reference
 from tests.chi_square import chi_square, counts_of, exact_distribution
 from tests.tiny_models import random_llama
 
@@ -156,7 +155,7 @@ def test_another_rule_has_calls_of_other_lengths(widths, verifier):
 
 
 def test_the_page_quotes_the_file_whole():
-    code = (ROOT / "examples/reference.py").read_text()
+    code = (ROOT / "decode/reference.py").read_text()
     page = (ROOT / "docs/how-it-works.md").read_text()
     assert f"```python\n{code}```\n" in page
     assert len(code.splitlines()) <= 80

@@ -1,4 +1,4 @@
-"""Speculative decoding in one file, as the papers have it: what `draftsmith.decode` makes fast.
+"""Speculative decoding in one file, as the papers have it: what the rest of `decode` makes fast.
 
 A draft proposes a tree of tokens, one pass of the target scores them all, and a rejection rule
 keeps a path; the output has exactly the target's distribution. A chain (one sibling a level) is
