@@ -184,7 +184,6 @@ class Packs:
         self.owned = owned and self.native
         # Matrices that replaced nothing, with the stamp of their weights.
         self._beside: dict[str, tuple[list[float], PackedMatrix]] = {}
-        self._freed = False
         self._modules = list(model.modules()) if self.owned else []
 
     def matrix(
@@ -236,7 +235,7 @@ class Packs:
             for holder in modules:
                 holder._parameters["weight"] = stand_in
                 _give_place(holder, place, _packed_kind(holder) or type(holder))
-        self._freed = True
+        _give_back()
         return matrix
 
     def _holders(self, linear: nn.Module) -> list[nn.Module]:
@@ -265,16 +264,16 @@ class Packs:
             elif type(module) in (nn.Linear, Conv1D):
                 self.matrix(name, [module])
 
-    def settle(self) -> None:
-        """Give the memory of replaced weights back to the system: glibc would keep much of it."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if self._freed else None
-        self._freed = False
-        if trim is not None:
-            trim(0)
-
     def nbytes(self) -> int:
         """Bytes of the packed weights beside the model's own."""
         return sum(matrix.values.nbytes for _, matrix in self._beside.values())
+
+
+def _give_back() -> None:
+    """Give free memory back to the system: glibc would keep much of the replaced weights."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:

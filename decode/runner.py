@@ -176,7 +176,6 @@ class Runner:
                 packs.prepare(model)
             else:
                 self.dtype = self._lean.dtype
-            packs.settle()
 
     def prefill(
         self,

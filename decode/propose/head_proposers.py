@@ -379,7 +379,6 @@ class _FeatureNetwork(_HeadNetwork):
         super().__init__(head, setup)
         if packs is not None and packs.owned:
             packs.prepare(head)
-            packs.settle()
         self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
 
     def features(self) -> Tensor:
