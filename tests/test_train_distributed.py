@@ -123,14 +123,18 @@ DSPARK = "--kind dspark --head.block_size 4 --head.num_layers 2 --draft_vocab_si
 MUON = "--optim.name muon"
 # Both processes are one group, which has all rows.
 DIVIDED = "--target {divided} --target_parallel 2"
+COMPILED = "--torch_compile" if shutil.which("g++") else ""
 OTHERS = {
     "cpu2": [
         f"{DSPARK} --head.anchors 3",
         f"--kind eagle --head.noise 0 {MUON}",
     ],
-    "cpu2_fsdp2": [f"{DSPARK} {MUON}", f"--draft {{draft}} --draft_vocab_size 120 {DIVIDED}"],
+    "cpu2_fsdp2": [
+        f"{DSPARK} {MUON}",
+        f"--draft {{draft}} --draft_vocab_size 120 {COMPILED} {DIVIDED}",
+    ],
     "cpu2_zero2": [f"--kind hydra --head.num_heads 3 {DIVIDED}"],
-    "cpu2_zero3": [EAGLE3],
+    "cpu2_zero3": [f"{EAGLE3} {DIVIDED}"],
 }
 
 
@@ -167,7 +171,7 @@ def test_two_processes_are_one(
     for name, optim in (("sgd1", SGD), ("adam1", ADAM)):
         assert door(*run(name, 8, 1), *optim)[0] == 0
     for index, options in enumerate(others):
-        alone = options.replace("--target_parallel 2", "")
+        alone = options.replace("--target_parallel 2", "").replace("--torch_compile", "")
         assert door(*other(alone, f"other{index}-1", 8, 1))[0] == 0
     # One process for two steps, stopped by SIGTERM ...
     stop = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 2, send(signal.SIGTERM))"
