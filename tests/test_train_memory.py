@@ -105,3 +105,18 @@ def test_print_config_ends_with_it(target_dir, draft_dir, door):
     assert "# memory: " in door("train", *words)[1].splitlines()[-1]
     # Options that are not complete have none.
     assert "memory:" not in door("train", "--out", "o", "--print_config")[1]
+
+
+@pytest.mark.parametrize(
+    "place, limit, held", [("", "max", "anon"), ("memory", "limit_in_bytes", "total_rss")]
+)
+def test_a_container_has_what_its_limit_leaves(place, limit, held, tmp_path, monkeypatch):
+    """Of both versions of cgroups; without a limit, or outside of a container, the machine's."""
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    machine = memory._free(torch.device("cpu"))
+    (tmp_path / place).mkdir(exist_ok=True)
+    (tmp_path / place / "memory.stat").write_text(f"file 4096\n{held} 1000\n")
+    (tmp_path / place / f"memory.{limit}").write_text("5000\n")
+    assert memory._free(torch.device("cpu")) == 4000
+    (tmp_path / place / f"memory.{limit}").write_text("max\n")
+    assert memory._free(torch.device("cpu")) == pytest.approx(machine, rel=0.5)

@@ -4,6 +4,7 @@ models are built without values.
 
 import os
 import resource
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,9 @@ from draftsmith.train.parallel import repeated_layers
 from draftsmith.train.trainees import TRAINEES
 
 _FP32 = 4
+# A container's limit, and what of memory.stat is held, in versions 2 and 1.
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (("memory.max", "anon"), ("memory/memory.limit_in_bytes", "total_rss"))
 # Logits of a chunk: draft's, target's, their gradient, and one more while they are made.
 _LOGITS = 4
 
@@ -199,7 +203,7 @@ def _free(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = int(get_max_memory()["cpu"]) // processes
+    free = min(int(get_max_memory()["cpu"]), _of_container()) // processes
     # What `ulimit -v` and `ulimit -d` leave; only Linux says what is taken.
     with suppress(OSError):
         pages = Path("/proc/self/statm").read_text().split()
@@ -208,3 +212,14 @@ def _free(device: torch.device) -> int:
             if most != resource.RLIM_INFINITY:
                 free = min(free, most - int(taken) * resource.getpagesize())
     return free
+
+
+def _of_container() -> int:
+    """What the limit of a container leaves; files in its cache can go."""
+    for limit, taken in _LIMITS:
+        with suppress(OSError, ValueError):
+            most = int((_CGROUP / limit).read_text())
+            stat = (_CGROUP / limit).with_name("memory.stat").read_text()
+            counts = dict(line.split() for line in stat.splitlines())
+            return most - int(counts[taken])
+    return sys.maxsize
