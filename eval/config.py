@@ -153,8 +153,8 @@ class StatesEvalConfig(ModelOptions, RevisionOptions):
     """The target's states of all answers, as `distill --states` writes them."""
     target: Model
     """Target model, of which embedding, final norm and output projection are loaded."""
-    draft: Annotated[list[Model], Field(min_length=1)]
-    """Drafts: language models of its tokenizer, or heads."""
+    draft: Drafts
+    """Drafts, each MODEL or NAME=MODEL: language models of its tokenizer, or heads."""
     id: Annotated[list[Directory], Field(min_length=1)]
     """Distilled sets in distribution: the target's own answers."""
     ood: list[Directory] = field(default_factory=list)

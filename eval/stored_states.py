@@ -9,6 +9,7 @@ from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest, write_json_atomic
 from draftsmith.core.models import dtype_name, load_model
+from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.runs import Run
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading
@@ -37,7 +38,8 @@ def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
 def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     target = load_model(config.target, **loading(config), layers=False)
     options: JsonObject = {"device": str(target.device), "dtype": dtype_name(target)}
-    drafts = {source: load_draft(source, target, **options) for source in config.draft}
+    named = parse_named("draft", config.draft)
+    drafts = {name: load_draft(source, target, **options) for name, source in named.items()}
     read = [draft.hidden_layers for draft in drafts.values() if isinstance(draft, Head)]
     digest = checkpoint_digest(config.target, config.revision)
     layers = cached_layers(sorted(set(chain.from_iterable(read))))

@@ -267,7 +267,9 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
             found = body_states(target, (0, 1, 2), input_ids=torch.tensor([ids[:-1]]))
         cache.put(ids, torch.cat(found))
     cache.flush()
-    words = f"eval --states {tmp_path / 'states'} --target {target_dir} --draft {draft}".split()
+    words = (
+        f"eval --states {tmp_path / 'states'} --target {target_dir} --draft mine={draft}".split()
+    )
     words += ["--id", distilled, "--ood", distilled, "--out", tmp_path / "out", "--device", "cpu"]
     figures = door.summary(*words)["figures"]
     texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
@@ -282,6 +284,7 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
         assert figure["value"] == pytest.approx(value, abs=1e-5)
         assert figure["low"] < figure["value"] < figure["high"]
     assert [figure["kind"] for figure in figures] == ["id", "id", "ood", "ood"]
+    assert {figure["draft"] for figure in figures} == {"mine"}
     said = door.refused(*words, "--id", tmp_path)
     assert "manifest.json" in said
     copy = shutil.copytree(distilled, tmp_path / "damaged")
