@@ -91,10 +91,14 @@ def training_step(
             # tokens of all: the loss is per token, not per process or batch (law 6).
             wrapped.backward(sums.loss * (groups() / max(valid, 1)))
         vectors.append(sums.to_vector())
-    totals = _add_up(job.world, vectors)
+    summed = _add_up(job.world, vectors)
+    norms = wrapped.step(config.optim.clip_norm).to(summed)
+    # The device is asked once a step.
+    found = torch.cat([summed, norms.reshape(1)]).cpu()
+    totals = LossSums.from_vector(found[:-1])
     loss = float(totals.loss) / max(valid, 1)
-    norm = wrapped.step(config.optim.clip_norm) if math.isfinite(loss) else math.nan
-    if not math.isfinite(norm):
+    norm = float(found[-1])
+    if not math.isfinite(loss + norm):
         raise RunError(
             f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; lower optim.lr (now "
             f"{config.optim.lr})"
@@ -103,10 +107,9 @@ def training_step(
     return figures | curves(totals, "")
 
 
-def _add_up(world: World, vectors: list[Tensor]) -> LossSums:
+def _add_up(world: World, vectors: list[Tensor]) -> Tensor:
     # In the order of the batches, which decides how the sum rounds; then over the processes.
-    vector = sum(vectors[1:], vectors[0])
-    return LossSums.from_vector(world.total(vector))
+    return world.total(sum(vectors[1:], vectors[0]))
 
 
 @torch.no_grad()
@@ -120,7 +123,7 @@ def evaluate(job: TrainingJob, wrapped: Copies) -> dict[str, float]:
         vector = wrapped.module(batch).to_vector()
         vectors.append(vector if counts else torch.zeros_like(vector))
     wrapped.trainee.train()
-    totals = _add_up(world, vectors)
+    totals = LossSums.from_vector(_add_up(world, vectors))
     loss = float(totals.loss)
     tokens = float(totals.tokens)
     if not math.isfinite(loss) or tokens == 0:

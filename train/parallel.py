@@ -77,19 +77,17 @@ class Copies:
         """Add the gradient of `loss`, averaged over the processes."""
         loss.backward()
 
-    def step(self, clip_norm: float) -> float:
+    def step(self, clip_norm: float) -> Tensor:
         """Clip the gradients (0: not at all), update the weights, clear the gradients.
 
-        Return the norm before clipping. If it is not finite, the weights are not updated (DeepSpeed
-        updates them; the run must end either way).
+        Return the norm before clipping, which the device need not have computed yet. If it is not
+        finite, the run must end.
         """
         parameters = [parameter for _, parameter in self.trained()]
         norms = torch.nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
-        norm = float(_whole(norms))
-        if math.isfinite(norm):
-            self.optimizer.step()
+        self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return _whole(norms)
 
     @torch.no_grad()
     def gather_weights(self) -> dict[str, Tensor]:
@@ -193,9 +191,9 @@ class Zero(Copies):
     def backward(self, loss: Tensor) -> None:
         self.module.backward(loss)
 
-    def step(self, clip_norm: float) -> float:
+    def step(self, clip_norm: float) -> Tensor:
         self.module.step()
-        return float(self.module.get_global_grad_norm())
+        return torch.as_tensor(self.module.get_global_grad_norm())
 
     def gathered(self, parameter: nn.Parameter) -> AbstractContextManager[None]:
         if self.world.sharing != "zero3":
