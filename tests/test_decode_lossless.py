@@ -326,7 +326,8 @@ def test_after_copies_a_draft_drafts_as_if_it_had_read_the_whole_text(variant, m
     assert isinstance(joined.proposer, LookupFirst)
     alone = SpeculativeDecoder(llama(2), joined.proposer.draft, "kary:2,1", "exact")
     copied = skipped = 0
-    for prompt in PROMPTS:
+    # After a prompt of one token an EAGLE head has read that token, without a state before it.
+    for prompt in [prompt for prompt in PROMPTS if len(prompt) > 1]:
         text[:] = prompt
         batch = joined.generate(
             [prompt], GREEDY, NEW_TOKENS, eos_ids=(), on_tokens=lambda _, ids, __: text.extend(ids)
