@@ -16,7 +16,7 @@ the text, not a power of alpha.
 * Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding
   run.
 * Not predicted: trees that grow, because what they keep depends on tokens beside the text; the
-  rules greedy, kseq and typical; traversal on trees.
+  rules greedy, kseq and typical.
 
 Legend: P prompts, L positions of the longest continuation, K ranks, D depths of a head (1 for a
 language model).
@@ -123,7 +123,7 @@ def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:
         return VERIFIERS[rule].lossless
     if rule == "naive" and shape.stop:
         return False  # the stop reads another distribution than the one drawn from
-    return bool(VERIFIERS[rule].predicted) and (rule != "traversal" or shape.is_chain)
+    return bool(VERIFIERS[rule].predicted)
 
 
 def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:

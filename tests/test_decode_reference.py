@@ -107,7 +107,7 @@ def most_probable_tree(
     return siblings | {leaf: [] for leaf in level}, q_of
 
 
-@pytest.mark.parametrize("verifier", ["speculative", "specinfer", "exact", "mcsd", "traversal"])
+@pytest.mark.parametrize("verifier", ["speculative", "specinfer", "exact", "mcsd"])
 @pytest.mark.parametrize("widths", [(1,), *WIDTHS, (2, 1, 2)])
 def test_greedily_each_call_takes_the_tokens_of_the_reference(monkeypatch, widths, verifier):
     if max(widths) > 1:

@@ -185,9 +185,8 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         )
         usual = verifier.run(proposal, p_BMV, u_BU)
         with monkeypatch.context() as patch:
-            for module in ("tree_walk", "exact", "siblings", "traversal"):
+            for module in ("tree_walk", "exact", "siblings", "chains"):
                 patch.setattr(f"draftsmith.decode.verify.{module}.known_empty", lambda mask: False)
-            patch.setattr("draftsmith.decode.verify.traversal.rows_of", lambda mask: slice(None))
             with NoQuestions():  # type: ignore[no-untyped-call]
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
@@ -203,7 +202,6 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         ("specinfer", "without_replacement"),
         ("kseq", "without_replacement"),
         ("mcsd", "with_replacement"),
-        ("traversal", "with_replacement"),
         ("greedy", "with_replacement"),
         ("mcsd", "top_and_one"),
         ("typical", "deterministic"),
@@ -223,7 +221,7 @@ def test_rules_on_other_drawings_are_rejected(name, drawing):
             VERIFIERS[name].check(BUSHY, drawing)
 
 
-@pytest.mark.parametrize("name", ["exact", "naive", "mcsd", "traversal"])
+@pytest.mark.parametrize("name", ["exact", "naive", "mcsd"])
 def test_pruning_after_sampling_breaks_all_but_exact(name):
     made = world("random", 6)
     proposal, p_BMV = propose(made, Tree((-1,) * 3), "without_replacement", rows=40_000)
@@ -252,9 +250,8 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
             "draftsmith.decode.verify.siblings.solve_rho",
             lambda p, q, k: torch.ones(len(p), 1, dtype=torch.double),
         ),
-        ("block", "draftsmith.decode.verify.traversal.keep_probability", lambda w, mass: w),
-        ("traversal", "draftsmith.decode.verify.traversal.keep_probability", lambda w, mass: w),
-        ("traversal", "draftsmith.decode.verify.traversal.without", lambda q, x: q),
+        ("block", "draftsmith.decode.verify.chains.keep_probability", lambda w, mass: w),
+        ("block", "draftsmith.decode.verify.chains.refuse", lambda p, q, share: (p, None)),
         ("greedy", "draftsmith.decode.verify.siblings.without", lambda q, x: q),
         ("greedy", "draftsmith.decode.verify.siblings.residual", lambda p, q: p),
         (
@@ -267,7 +264,7 @@ def test_pruning_after_sampling_breaks_all_but_exact(name):
             "draftsmith.decode.verify.siblings._try_without_replacement",
             lambda node: (_try_without_replacement(node)[0], node.p_BV),
         ),
-        ("speculative", "draftsmith.decode.verify.siblings.refuse", lambda p, q, share: (p, None)),
+        ("speculative", "draftsmith.decode.verify.chains.refuse", lambda p, q, share: (p, None)),
     ],
 )
 def test_broken_rules_are_rejected(monkeypatch, name, broken, replacement):
@@ -305,18 +302,14 @@ def test_no_rule_beats_the_bound_and_some_reach_it(name, drawing, k):
             assert mean >= (1 - np.exp(-1)) * bound - error
 
 
-@pytest.mark.parametrize(
-    ("better", "other", "parents", "length"),
-    [("block", "speculative", (-1, 0, 1), 4), ("traversal", "mcsd", (-1, -1, 0, 0, 1, 1), LENGTH)],
-)
-def test_block_and_traversal_accept_more(better, other, parents, length):
+def test_block_accepts_more():
     gains = []
     for seed in range(12):
         proposal, p_BMV = propose(
-            world("random", seed, length=length), Tree(parents), "without_replacement"
+            world("random", seed, length=4), Tree((-1, 0, 1)), "without_replacement"
         )
-        one, error = accepted(other, proposal, p_BMV)
-        more, _ = accepted(better, proposal, p_BMV)
+        one, error = accepted("speculative", proposal, p_BMV)
+        more, _ = accepted("block", proposal, p_BMV)
         assert more > one - error
         gains.append(more - one)
     assert sum(gains) / len(gains) > 0.01

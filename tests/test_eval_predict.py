@@ -166,10 +166,10 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
                 )
 
 
-def test_trees_that_grow_lossy_rules_and_traversal_of_trees_are_not_predicted():
+def test_trees_that_grow_and_lossy_rules_are_not_predicted():
     tree = parse_tree("kary:2,2")
     assert not predictable(parse_tree("eagle2:depth=2,beam=2,nodes=4"), "exact", HOT)
-    assert not predictable(tree, "traversal", HOT) and predictable(tree, "traversal", COLD)
+    assert not predictable(tree, "greedy", HOT) and predictable(tree, "greedy", COLD)
     assert not predictable(tree, "typical", COLD)
 
 

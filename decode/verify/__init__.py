@@ -133,7 +133,7 @@ _RULES = (
         # One draw per node, so how a second one would be drawn does not matter.
         drawings=("without_replacement", "with_replacement", "deterministic"),
         predicted="by token",
-        run=_in("siblings", "speculative"),
+        run=_in("chains", "speculative"),
     ),
     Verifier(
         name="mcsd",
@@ -185,16 +185,7 @@ _RULES = (
         chains_only=True,
         drawings=("without_replacement", "deterministic"),
         predicted="by path",
-        run=_in("traversal", "traversal"),
-    ),
-    Verifier(
-        name="traversal",
-        title="whole paths from the leaves up; on a chain, block",
-        paper="Weng et al. 2025, arXiv 2505.12398",
-        drawings=("without_replacement", "deterministic"),
-        uniforms=lambda tree: max(tree.parents_RN.shape[1], tree.depth) + 1,
-        predicted="by path",
-        run=_in("traversal", "traversal"),
+        run=_in("chains", "block"),
     ),
     Verifier(
         name="typical",
@@ -230,8 +221,8 @@ def default_verifier(tree: TreeShape, *, draws: bool = True, drafts: int = 1) ->
     several drafts. speculative: for a chain.
     mcsd: for siblings drawn without replacement, on every other static tree.
 
-    `block` on chains and `traversal` on trees accept a little more per target call and take more
-    time per step. The evaluation predicts the acceptance of the default rules.
+    `block` accepts a little more of a chain per target call and takes more time per step. The
+    evaluation predicts the acceptance of the default rules.
     """
     if not draws or tree.grows:
         return "exact"

@@ -1,7 +1,5 @@
 """Rules that decide at one node after another which of its children stays.
 
-* `speculative`: speculative sampling, all depths of a chain at once (Leviathan et al. 2023, arXiv
-  2211.17192, algorithm 1; Chen et al. 2023, arXiv 2302.01318, algorithm 2).
 * `mcsd`: multi-candidate speculative sampling, siblings without replacement (Yang et al. 2024,
   arXiv 2401.06706).
 * `independent`: the same with replacement; SpecInfer's rule too, where siblings may come from
@@ -19,21 +17,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftsmith.decode.choosing import draw, try_siblings
+from draftsmith.decode.choosing import try_siblings
 from draftsmith.decode.propose.protocol import Proposal
-from draftsmith.decode.verify.exact import exact
 from draftsmith.decode.verify.tree_walk import (
     Node,
     Verdict,
-    at_node,
     draw_rank,
-    finish,
     first,
     hit_by_target,
     known_empty,
     refuse,
     residual,
-    row_numbers,
     tiny,
     walk,
 )
@@ -41,47 +35,6 @@ from draftsmith.decode.verify.tree_walk import (
 # Halvings of [1, k]. rho is then within 1e-5 of its root, which loses about 1e-5 of acceptance,
 # never exactness.
 HALVINGS = 20
-
-
-def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
-    """Accept token x of a chain with probability min(1, p(x)/q(x)); at the first refusal draw from
-    norm((p - q)+).
-
-    After a fully accepted chain the last token is drawn from p.
-    """
-    depth = proposal.tree.depth
-    q_BEV = proposal.q_BEV
-    if depth == 0:
-        return exact(proposal, p_BMV, u_BU[:, -1:])
-    u_BU = u_BU.to(p_BMV.device)
-    rows_B1 = row_numbers(p_BMV).unsqueeze(1)
-    # Node d is at depth d, below node d - 1.
-    nodes_D = torch.arange(1, depth + 1, device=p_BMV.device)
-    tokens_BD = proposal.tokens_BM[:, 1 : depth + 1]
-    groups_BD = proposal.tree.groups_RM[:, :depth].expand(len(p_BMV), -1)
-    offered_BD = tokens_BD >= 0
-    x_BD = tokens_BD.clamp(min=0)
-    p_x_BD = p_BMV[rows_B1, nodes_D - 1, x_BD]
-    q_x_BD = torch.ones_like(p_x_BD) if q_BEV is None else q_BEV[rows_B1, groups_BD, x_BD]
-    # u q < p, not u < p / q: no division, and a token with p(x) = 0 is refused even at u = 0.
-    uq_BD = u_BU[:, :depth] * q_x_BD
-    taken_BD = (uq_BD < p_x_BD) & offered_BD
-    walked_BD = taken_BD.long().cumprod(1)
-    accepted_B = walked_BD.sum(1)
-    accepted_B1 = accepted_B.unsqueeze(1)
-    last_B1 = accepted_B1.clamp(max=depth - 1)
-    offered_B = offered_BD.gather(1, last_B1).squeeze(1)
-    open_B = (accepted_B < depth) & offered_B
-    left_BV = at_node(p_BMV, accepted_B)
-    if not known_empty(open_B):
-        if q_BEV is None:
-            q_BV = torch.zeros_like(left_BV).scatter_(1, x_BD.gather(1, last_B1), 1.0)
-        else:
-            q_BV = at_node(q_BEV, groups_BD.gather(1, last_B1)[:, 0])
-        left_BV, _ = refuse(left_BV, q_BV, open_B.unsqueeze(1).to(left_BV.dtype))
-    nodes_BD = torch.where(nodes_D <= accepted_B1, nodes_D, 0)
-    last_B = draw(left_BV, u_BU[:, -1])
-    return finish(proposal, nodes_BD, accepted_B, open_B, last_B)
 
 
 def mcsd(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:

@@ -207,13 +207,6 @@ def known_empty(mask: Tensor) -> bool:
     return mask.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(mask.any())
 
 
-def recording() -> bool:
-    """Whether this code is being compiled or recorded, so that no tensor may be read."""
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
-
-
 def tiny(values: Tensor) -> float:
     """The least positive number to divide by, in the dtype of `values`."""
     return torch.finfo(values.dtype).tiny
