@@ -6,12 +6,10 @@ from typing import Literal
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import check_out
 from draftsmith.core.options import (
-    AtLeast0,
     AtLeast1,
     Device,
     Directory,
     Model,
-    NonNegative,
     NotIdentity,
     Out,
     OutFile,
@@ -210,12 +208,6 @@ class ServedConfig(TargetOptions, PromptOptions):
     """How vLLM was told to draft. Default: what its /server_info tells, else the better one."""
     rejection_sample_method: Rare[Literal["standard", "block"] | None] = None
     """How vLLM was told to verify. Default: what its /server_info tells, else standard."""
-    against: Text | None = None
-    """Say what changed since an earlier run: a file of its `--json`."""
-    watch: AtLeast0 = 0
-    """Ask the first 16 prompts again, this many times, and compare."""
-    watch_minutes: NonNegative = 10.0
-    """Minutes between two of these."""
 
 
 @options

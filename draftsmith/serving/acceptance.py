@@ -41,20 +41,8 @@ from draftsmith.eval.planning.serving import rules_of
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
 from draftsmith.pair import Pair, load_pair
-from draftsmith.serving.against import changes, read_earlier, served_rows
-from draftsmith.serving.asking import Asker, ServedPrompt, ask, watch
-from draftsmith.serving.patterns import (
-    RESAMPLES,
-    Compared,
-    Pattern,
-    by_cached,
-    by_length,
-    close,
-    counted,
-    find_patterns,
-    later_readings,
-    less_later,
-)
+from draftsmith.serving.asking import ServedPrompt, ask
+from draftsmith.serving.compared import RESAMPLES, Compared, close, counted
 from draftsmith.serving.replay import Case, replay
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Cases, Change
@@ -76,16 +64,13 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     counts no drafts.
     """
     config = configured(ServedConfig, config, options)
-    earlier = read_earlier(config.against) if config.against else None
     server = RunningServer(config.served)
     pair = _load(config)
     given: dict[str, float | None] = {"temperature": config.temperature}
     if config.temperature is None and server.engine != "llamacpp":
         given["repetition_penalty"] = None  # which these servers read from the target too
     sampling = resolve_sampling(config.target, pair.target, given).sampling
-    asker = Asker.of(server, pair, config, sampling)
-    asked = ask(asker, pair, config)
-    watch(asker, asked, config)
+    asked = ask(server, pair, config, sampling)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
     told = server.facts()
@@ -100,18 +85,11 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
     counts = Compared(emitted, predicted.tokens, groups)
-    judged = _judge(counts, asked, case, tokens, likelihood)
-    kept = served_rows(asked)
-    facts = told | {
-        "draft_tokens": tokens,
-        "temperature": sampling.temperature,
-        "max_new_tokens": config.max_new_tokens,
-    }
-    against = earlier and changes(earlier, kept, groups, facts)
+    judged = _judge(counts, case, tokens, likelihood)
     return {
         "url": server.url,
         "engine": NAMES[server.engine],
-        "server": facts,
+        "server": told,
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
         "rule": case.rule,
@@ -127,15 +105,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
             "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, counts.picks),
         },
         "difference": counts.away,
-        "by_length": by_length(counts, asked),
-        "by_cached": by_cached(counts, asked),
-        "readings": {
-            name: {"tokens_per_call": reading.figures()["served"], "difference": reading.away}
-            for name, reading in later_readings(counts, asked).items()
-        },
+        "by_length": counts.by_length([len(answer.prompt_ids) for answer in answers]),
         "definitions": _definitions(answers, emitted),
-        "rows": kept,
-        "against": against,
         "likelihood": likelihood,
         "own_texts": own_texts,
         "other_texts": other_texts,
@@ -144,27 +115,17 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     }
 
 
-def _judge(
-    counts: Compared,
-    asked: Sequence[ServedPrompt],
-    case: Case,
-    tokens: int,
-    likelihood: Estimate,
-) -> JsonObject:
+def _judge(counts: Compared, case: Case, tokens: int, likelihood: Estimate) -> JsonObject:
     """Return the verdict, the likely cause of less with its remedy, and what was tried."""
     own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
     less = counts.is_less
-    patterns = less_later(counts, asked)
     if own_texts:  # then require a significant difference, too
         less = less and not close(counts.away, 0.0, 0.0)
-        patterns = find_patterns(counts, asked, less, tokens) + patterns
-    tried = _try(_to_try(own_texts, less), case, tokens, counts, patterns)
-    for pattern in patterns:
-        tried.append(pattern.row(counts.served, likelihood))
+    tried = _try(_to_try(own_texts, less), case, tokens, counts)
     tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
     cause = next((row for row in tried if row["fits"]), None)
     return {
-        "verdict": "less than predicted" if less or patterns else "as predicted",
+        "verdict": "less than predicted" if less else "as predicted",
         "cause": cause and f"{cause['suspect']}: {cause['detail']}",
         "remedy": cause and REMEDIES[cause["suspect"]],
         "tried": tried,
@@ -307,23 +268,14 @@ def _to_try(own_texts: bool, less: bool) -> dict[str, Change]:
 
 
 def _try(
-    suspects: Mapping[str, Change],
-    case: Case,
-    tokens: int,
-    counts: Compared,
-    patterns: Sequence[Pattern],
+    suspects: Mapping[str, Change], case: Case, tokens: int, counts: Compared
 ) -> list[JsonObject]:
     """Replay every suspect that applies.
 
     misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts
-    are. A suspect must fit on both sides of every split.
+    are.
     """
-    served = counts.served
-    calls_P = served.denominator_P
-    sides: list[Sequence[int]] = [range(len(case.rows))]
-    for pattern in patterns:
-        if pattern.split:
-            sides += [pattern.split.before, pattern.split.after]
+    calls_P = counts.served.denominator_P
     tried = []
     for name, change in suspects.items():
         for detail, changed in _by_rule(change(case)):
@@ -333,14 +285,13 @@ def _try(
             unlikely = abs(1 - (likelihood["value"] or 0.0))
             misfit = differing_P.sum() / calls_P.sum() + unlikely
             likely = close(likelihood, 1.0, _TEXT_MARGIN)
-            replayed = Compared(served, found.tokens, counts.groups)
             row = {
                 "suspect": name,
                 "detail": detail,
                 "tokens_per_call": found.tokens.pooled,
                 "likelihood": likelihood["value"],
                 "misfit": float(misfit),
-                "fits": likely and all(replayed.of(side).as_predicted for side in sides),
+                "fits": likely and replace(counts, predicted=found.tokens).as_predicted,
             }
             tried.append(row)
     return tried

@@ -4,7 +4,6 @@ from draftsmith.core.errors import RequirementError
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.schema import Estimate
-from draftsmith.serving.against import LESS
 
 # Suspects that are printed; --json has all.
 _SHOWN = 6
@@ -30,50 +29,29 @@ def in_words(found: JsonObject) -> tuple[list[str], RequirementError | None]:
         f"SGLang and SpecForge {names['accept_length']:.3f}; draft acceptance rate of llama.cpp "
         f"{names['draft_acceptance_rate']:.3f}"
     )
-    lines += _table("prompt tokens", found["by_length"], "up to {:d}")
-    lines += _table("prompt cached", found["by_cached"], "up to {:.0%}")
-    for name, again in found["readings"].items():
-        away = with_interval(again["difference"], sign=True)
-        lines.append(f"a second reading {name}: {away} tokens per call")
+    lines += _by_length(found["by_length"])
     lines += [f"remark: {remark}" for remark in found["remarks"]]
     lines += _other_texts(found["other_texts"], found["prompts"])
     lines += _tried(found["tried"][:_SHOWN])
     if found["other_target"]:
         lines.append(f"suspect: {found['other_target']}")
     verdict = _verdict(found)
-    missed = []
     if found["verdict"] == "as predicted":
-        lines.append(verdict)
-    else:
-        missed.append(verdict)
-    if against := found["against"]:
-        lines += [
-            f"changed: {key}: {was} -> {now}" for key, (was, now) in against["changed"].items()
-        ]
-        line = _against(against)
-        (missed if against["verdict"] == LESS else lines).append(line)
-    return lines, RequirementError(missed) if missed else None
-
-
-def _against(against: JsonObject) -> str:
-    away = with_interval(against["difference"], sign=True)
-    return (
-        f"{against['verdict']}: {away} tokens per call on {against['prompts']} prompts of "
-        f"the earlier run, of which {against['other_answers']} have other answers"
-    )
+        return [*lines, verdict], None
+    return lines, RequirementError([verdict])
 
 
 def _row(name: str, served: Estimate | None, predicted: Estimate) -> str:
     return f"{name:<18}{with_interval(served):<24}{with_interval(predicted)}"
 
 
-def _table(title: str, rows: list[JsonObject], name: str) -> list[str]:
-    """Return the rows of a table, if it has several."""
+def _by_length(rows: list[JsonObject]) -> list[str]:
+    """Return the table, if it has several rows."""
     if len(rows) < 2:
         return []
-    lines = [f"{title:<18}{'served':<24}{'predicted':<24}prompts"]
+    lines = [f"{'prompt tokens':<18}{'served':<24}{'predicted':<24}prompts"]
     for row in rows:
-        figures = _row(name.format(row["up_to"]), row["served"], row["predicted"])
+        figures = _row(f"up to {row['up_to']}", row["served"], row["predicted"])
         lines.append(f"{figures:<66}{row['prompts']}")
     return lines
 

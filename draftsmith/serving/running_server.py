@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import httpx
 
@@ -78,8 +78,7 @@ class ServedAnswer:
     calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
     drafted tokens that were accepted, by position; None if the server does not say.
     reached_by_depth: calls that verified a token at each position; None: those that accepted the
-    one before. sampling: what the server drew from, if it says so. cached: tokens of the prompt
-    that its prefix cache held, if it says so.
+    one before. sampling: what the server drew from, if it says so.
     """
 
     prompt_ids: list[int]
@@ -89,17 +88,6 @@ class ServedAnswer:
     accepted_by_depth: list[int] | None = None
     reached_by_depth: list[int] | None = None
     sampling: Sampling | None = None
-    cached: int | None = None
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Which cached prompts a request may reuse: those with the same salt; in llama.cpp, which has
-    no salts, the last one if `reuses`.
-    """
-
-    salt: str
-    reuses: bool = False
 
 
 class RunningServer:
@@ -149,16 +137,10 @@ class RunningServer:
             )
         return max(positions, drafted)
 
-    def answer(
-        self,
-        prompt: Prompt,
-        completion: Completion,
-        states_sampling: bool,
-        reading: Reading | None = None,
-    ) -> ServedAnswer:
+    def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
         """Answer one prompt. If not `states_sampling`, leave the sampling to the server."""
         if self.engine == "sglang":
-            return self._sglang(list(prompt.ids), completion, states_sampling, reading)
+            return self._sglang(list(prompt.ids), completion, states_sampling)
         vllm = self.engine == "vllm"
         dialect = Dialect("openai" if vllm else "llama.cpp")
         path = "v1/completions" if vllm else "completion"
@@ -180,10 +162,6 @@ class RunningServer:
             body |= _NO_PENALTY
         else:
             body = {key: value for key, value in body.items() if key not in _SAMPLING}
-        if reading and vllm:
-            body["cache_salt"] = reading.salt
-        elif reading:
-            body["cache_prompt"] = reading.reuses
         before = self._counters()
         reply = self._json(path, body | chat)
         if vllm:
@@ -191,12 +169,10 @@ class RunningServer:
         ids = self._ids(dialect, completion, read, reply)
         if not vllm:
             return _timed(reply, read, ids, self._counters(before))
-        details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
-        cached = details.get("cached_tokens")
         steps = (reply.get("metrics") or {}).get("speculative_decoding")
         if steps is None:
-            return self._counted(read, ids, before, cached)
-        return replace(count_steps(read, ids, steps), cached=cached)
+            return self._counted(read, ids, before)
+        return count_steps(read, ids, steps)
 
     def _ids(
         self, dialect: Dialect, completion: Completion, read: list[int], reply: JsonObject
@@ -211,11 +187,7 @@ class RunningServer:
             ) from None
 
     def _sglang(
-        self,
-        ids: list[int],
-        completion: Completion,
-        states_sampling: bool,
-        reading: Reading | None,
+        self, ids: list[int], completion: Completion, states_sampling: bool
     ) -> ServedAnswer:
         sampling = completion.sampling
         settings: dict[str, float] = {"max_new_tokens": completion.max_new_tokens}
@@ -229,8 +201,6 @@ class RunningServer:
                 **_NO_PENALTY,
             }
         body: JsonObject = {"input_ids": ids, "sampling_params": settings}
-        if reading:
-            body["extra_key"] = reading.salt
         reply = self._json("generate", body)
         info = self._json("get_server_info")
         if (info.get("speculative_eagle_topk") or 1) > 1:
@@ -240,12 +210,9 @@ class RunningServer:
         meta = reply["meta_info"]
         calls = int(meta.get("spec_verify_ct") or 0)
         drafted = calls * int(info.get("speculative_num_steps") or 0)
-        cached = meta.get("cached_tokens")
-        return ServedAnswer(ids, reply["output_ids"], calls, drafted, cached=cached)
+        return ServedAnswer(ids, reply["output_ids"], calls, drafted)
 
-    def _counted(
-        self, prompt_ids: list[int], ids: list[int], before: Counter[str], cached: int | None
-    ) -> ServedAnswer:
+    def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
         """Wait until the counters hold this answer. vLLM counts after it has answered.
 
         It counts no step without drafts; each of them emits one token.
@@ -271,7 +238,6 @@ class RunningServer:
             drafted=counts["draft_tokens"],
             accepted_by_depth=by_depth,
             reached_by_depth=[counts["drafts"], *by_depth[:-1]] if by_depth else None,
-            cached=counts.get("prompt_tokens_cached") if cached is None else cached,
         )
 
     def _counters(self, before: Mapping[str, int] | None = None) -> Counter[str]:
@@ -347,7 +313,6 @@ def _timed(
         drafted=timings.get("draft_n", 0),
         accepted_by_depth=_by_depth(counts) or None,
         sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
-        cached=timings.get("cache_n"),
     )
 
 
