@@ -9,63 +9,31 @@ ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.core.documents import read_documents
-from draftsmith.core.tokenization import Tokenizer
-from draftsmith.decode import PROPOSERS, LookupFirst, PromptLookupProposer
+from draftsmith.decode import PromptLookupProposer
 from draftsmith.decode.propose.lookup_first import copy_at
-from draftsmith.decode.propose.network_proposer import NetworkProposer
 from draftsmith.decode.propose.prompt_lookup import NgramIndex
-from draftsmith.decode.propose.protocol import Proposer
+from draftsmith.decode.propose.sources import (
+    AnyDraft as AnyDraft,
+    CopyingDraft as CopyingDraft,
+    JoinedDraft as JoinedDraft,
+    proposer_of as proposer_of,
+)
 from draftsmith.decode.propose.text_proposer import TextProposer, Trie
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.draft_sources import JOINED, is_copying, is_joined
-from draftsmith.drafts.load import Draft, LoadedModels, kind_of
+from draftsmith.drafts.load import Draft, LoadedModels
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.predict import Floats, Traces
 
 # Stands beyond the end of a text; -1 where nothing was copied.
 OUTSIDE = -2
-
-
-@dataclass(frozen=True, eq=False)
-class CopyingDraft:
-    """A method of drafting without weights. kind: its name in `PROPOSERS`. index: what retrieval
-    drafts from.
-    """
-
-    kind: str
-    index: SuffixIndex | None = None
-
-    @classmethod
-    def of(cls, source: str, tokenizer: Tokenizer) -> "CopyingDraft":
-        """Return the draft of a source; read the text of `retrieval:FILE`."""
-        kind, _, file = source.partition(":")
-        index = SuffixIndex.build(read_documents(file, tokenizer)) if file else None
-        return cls(kind, index)
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether what it proposes follows from the text. Lookahead's window also depends on the
-        steps before.
-        """
-        return self.kind != "lookahead"
-
-
-@dataclass(frozen=True, eq=False)
-class JoinedDraft:
-    """Prompt lookup beside a model, or alone after a long match."""
-
-    model: Draft
-
-
-AnyDraft = Draft | CopyingDraft | JoinedDraft
 
 
 def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, AnyDraft]:
@@ -76,7 +44,9 @@ def loaded_drafts(sources: Mapping[str, str], pair: LoadedModels) -> dict[str, A
         by_source[sources[name].removeprefix(JOINED)] = draft
     for name, source in sources.items():
         if is_copying(source):
-            drafts[name] = CopyingDraft.of(source, pair.tokenizer)
+            kind, _, file = source.partition(":")
+            index = SuffixIndex.build(read_documents(file, pair.tokenizer)) if file else None
+            drafts[name] = CopyingDraft(kind, index)
         elif is_joined(source):
             drafts[name] = JoinedDraft(by_source[source.removeprefix(JOINED)])
         else:
@@ -89,17 +59,6 @@ def model_of(draft: AnyDraft) -> Draft | None:
     if isinstance(draft, CopyingDraft):
         return None
     return draft.model if isinstance(draft, JoinedDraft) else draft
-
-
-def proposer_of(draft: AnyDraft) -> Proposer:
-    """Return the proposer that drafts as `draft` does."""
-    if isinstance(draft, CopyingDraft):
-        return PROPOSERS[draft.kind].make(draft.index)
-    if isinstance(draft, JoinedDraft):
-        proposer = proposer_of(draft.model)
-        assert isinstance(proposer, NetworkProposer)
-        return LookupFirst(proposer)
-    return PROPOSERS[kind_of(draft)].make(draft)
 
 
 def copied_tokens(

@@ -109,9 +109,9 @@ def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
     methods.
     """
     lengths = range(1, LONGEST_CHAIN + 1)
-    chains = [Method(f"chain:{length}", "speculative") for length in lengths]
+    chains = [Method.of(f"chain:{length}", "speculative") for length in lengths]
     if not greedy:
-        chains += [Method(f"chain:{length}", "block") for length in lengths]
+        chains += [Method.of(f"chain:{length}", "block") for length in lengths]
     return list(dict.fromkeys([*chains, *methods]))
 
 

@@ -14,7 +14,7 @@ from draftsmith.core.options import refuse_unused
 from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.settings import Sampling, sampling_options
 from draftsmith.core.suites import load_suite, suite_name
-from draftsmith.decode import VERIFIERS, default_verifier, parse_tree, tree_spec
+from draftsmith.decode import tree_spec
 from draftsmith.drafts.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.method import Method, methods_of
@@ -79,13 +79,11 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     methods: list[Method] = []
     for spec in trees:
         try:
-            for name in verifiers or [default_verifier(parse_tree(spec, read_tree_file))]:
-                if name not in VERIFIERS:
-                    raise InputError(f"unknown verifier; {nearest(name, VERIFIERS)}")
-                method = Method(spec, name)
+            for name in verifiers or (None,):
+                method = Method.of(spec, name, read_tree_file)
                 # A draft can draw the siblings of a static tree in any way, so take the verifier's
                 # first choice.
-                VERIFIERS[name].check(method.shape, VERIFIERS[name].drawings[0])
+                method.rule.check(method.shape, method.rule.drawings[0])
                 methods.append(method)
         except ValueError as error:
             raise InputError(

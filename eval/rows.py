@@ -13,7 +13,7 @@ import numpy as np
 
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.errors import without_secrets
-from draftsmith.core.io import JsonObject
+from draftsmith.core.io import JsonObject, read_tree_file
 from draftsmith.core.prompts import prompt_hash
 from draftsmith.core.sampling import row_seed
 from draftsmith.decode.stats import independent_tau
@@ -333,7 +333,7 @@ def speed_rows(setting: Setting, measured: Measured) -> Iterator[Row]:
             }
             method = None
             if first["draft"] is not None:
-                method = Method(first["tree"], first["verifier"])
+                method = Method.of(first["tree"], first["verifier"], read_tree_file)
                 step = ratio(runs, "decode_s", "target_calls")
                 alone_step = ratio(alone, "decode_s", "target_calls")
                 whole = quotient(_with_prompt(runs), _with_prompt(alone), picks)

@@ -44,7 +44,7 @@ def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     digest = checkpoint_digest(config.target, config.revision)
     layers = cached_layers(sorted(set(chain.from_iterable(read))))
     states = StoredStates(config.states, target, digest, layers)
-    methods = [Method(tree, "speculative") for tree in config.tree]
+    methods = [Method.of(tree, "speculative") for tree in config.tree]
     for kind, sets in (("id", config.id), ("ood", config.ood)):
         for directory in sets:
             rows = [row for row in set_rows(directory) if row["prompt_ids"]]

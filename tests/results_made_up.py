@@ -53,7 +53,7 @@ def made_up(
     base. copies: how often each prompt stands in its set, with equal measurements.
     """
     rng = np.random.default_rng(0)
-    methods = [Method(tree, verifier) for tree in trees for verifier in verifiers]
+    methods = [Method.of(tree, verifier) for tree in trees for verifier in verifiers]
     sets = [
         Suite(
             name,

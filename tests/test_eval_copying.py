@@ -257,7 +257,7 @@ def test_a_head_behind_lookup_is_predicted_as_it_decodes(kind):
     greedy = Sampling(temperature=0.0)
     task = Task(target, prompts, greedy, eos=(), max_new_tokens=16, seed=0)
     baseline = task.baseline()
-    methods = [Method("chain:3", "speculative"), Method("kary:2,2", "mcsd")]
+    methods = [Method.of("chain:3", "speculative"), Method.of("kary:2,2", "mcsd")]
     rows = continuations(prompts, baseline)
     measured = measure_alphas(target, {"both": draft}, rows, greedy, methods, batch_size=2)["both"]
     for method in methods:

@@ -126,7 +126,7 @@ def world(gain: float) -> tuple[Setting, Measured]:
                 * prompts,
             },
         }
-    methods = dict.fromkeys(("base", "mine"), [Method("chain:2", "speculative")])
+    methods = dict.fromkeys(("base", "mine"), [Method.of("chain:2", "speculative")])
     return Setting([prose], "base", [1.0], methods, 300, 0), measured
 
 

@@ -110,7 +110,7 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
 def test_a_root_step_accepts_as_often_as_its_bound_where_the_rule_is_optimal(
     tree, verifier, optimal
 ):
-    step = RootStep.of(Method(tree, verifier))
+    step = RootStep.of(Method.of(tree, verifier))
     assert step is not None and step.candidates == (1 if tree == "chain:3" else 3)
     trials = 20_000
     logits, noise = torch.randn(2, VOCAB, generator=generator(3))
@@ -134,7 +134,7 @@ def test_root_steps_are_taken_at_the_same_positions_however_rows_come(pair: Mode
     roots = [
         step
         for spec in ("chain:2", "kary:3")
-        if (step := RootStep.of(Method(spec, "exact"))) is not None
+        if (step := RootStep.of(Method.of(spec, "exact"))) is not None
     ]
     assert [step.name for step in roots] == ["exact/1", "exact/3"]
     whole = alpha_sums(*pair, rows, sampling, batch_size=6, roots=roots, seed=1)
@@ -152,7 +152,7 @@ def test_root_steps_are_taken_at_the_same_positions_however_rows_come(pair: Mode
 
 
 def test_a_text_without_response_tokens_counts_nothing(pair: Models):
-    rows, step = _rows(3, 2), RootStep.of(Method("kary:3", "exact"))
+    rows, step = _rows(3, 2), RootStep.of(Method.of("kary:3", "exact"))
     rows[1] = Continuation("p1", rows[1].prompt_ids, [])
     assert step is not None
     alone, together = (

@@ -85,7 +85,7 @@ def test_a_head_that_breaks_at_its_second_depth_is_named_with_the_prompt(target)
     head: Any = stirred_head("medusa", target)
     with torch.no_grad():
         head[1][-1].weight.fill_(torch.nan)
-    method = Method("chain:2", "speculative")
+    method = Method.of("chain:2", "speculative")
     with pytest.raises(RunError, match="^draft mine: non-finite logits on prompt p0"):
         Reader(target, {"mine": head}, SAMPLING, [method], batch_size=4).read(texts())
 

@@ -124,7 +124,7 @@ def _agree(found: Any, ran: Any, method: Method, sampling: Sampling, count: int)
 
 @pytest.mark.parametrize("sampling", CASES, ids=["T=1", "T=0.7", "T=0"])
 def test_expected_counts_are_those_of_decoding(pair: Models, texts, sampling):
-    methods = [Method(tree, verifier) for tree, verifier in CASES[sampling]]
+    methods = [Method.of(tree, verifier) for tree, verifier in CASES[sampling]]
     _compare(texts, *pair, methods, sampling)
 
 
@@ -139,9 +139,9 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(
     deep_target, texts, name, sampling
 ):
     methods = [
-        Method("chain:3", "speculative"),
-        Method("chain:3,stop=0.2", "speculative"),
-        Method("kary:2,2,1", "mcsd"),
+        Method.of("chain:3", "speculative"),
+        Method.of("chain:3,stop=0.2", "speculative"),
+        Method.of("kary:2,2,1", "mcsd"),
     ]
     _compare(texts, deep_target, stirred_head(name, deep_target, 0.1), methods, sampling, 150)
 

@@ -157,12 +157,12 @@ def test_outputs_that_differ_from_the_targets_own_are_named_once_by_verifier():
     def compared(same: int, gap: float | None) -> dict[str, object]:
         return {"identical": {"same": same, "of": 4, "largest_gap": gap}}
 
-    chain, tree = Method("chain:3", "exact"), Method("kary:2,2", "exact")
+    chain, tree = Method.of("chain:3", "exact"), Method.of("kary:2,2", "exact")
     decodings: dict[tuple[str, float, str, Method], dict[str, object]] = {
         ("prose", 0.0, "base", chain): compared(1, 1.5),
         ("prose", 0.0, "mine", tree): compared(4, None),
         ("prose", 1.0, "base", chain): {"identical": None},
-        ("prose", 0.0, "base", Method("chain:3", "typical")): compared(0, 9.0),
+        ("prose", 0.0, "base", Method.of("chain:3", "typical")): compared(0, 9.0),
     }
     (remark,) = remarks.of_outputs(decodings, "float32")
     assert remark["text"] == (

@@ -200,7 +200,7 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     count is below its mean.
     """
     rows = served.answers[name][1] if rule == "naive" else served.answers[f"{name}, sampled"][0]
-    pair, method = served.pair(SERVED[name][0]), Method(f"chain:{AHEAD}", rule)
+    pair, method = served.pair(SERVED[name][0]), Method.of(f"chain:{AHEAD}", rule)
     (draft,) = pair.drafts.values()
     texts = [
         Continuation(f"{i}.{j}", [*prompt, ids[0]], ids[1:])

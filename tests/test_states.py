@@ -275,7 +275,7 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
     pair = load_models(target_dir, {"d": draft}, device="cpu")
     sampling = Sampling(temperature=rows[0]["temperature"])
-    methods = [Method("chain:4", "speculative")]
+    methods = [Method.of("chain:4", "speculative")]
     wanted = measure_alphas(target, pair.drafts, texts, sampling, methods, batch_size=16)["d"]
     alpha = sum(wanted["sum"]) / sum(wanted["count"])
     calls = sum(wanted["predicted"]["chain:4 speculative"]["target_calls"])

@@ -55,7 +55,7 @@ TOKENS = 64
 STEP_S = 0.04
 # How much of what is saved differs from prompt to prompt.
 SPREAD = 0.3
-METHOD = Method("chain:2", "speculative")
+METHOD = Method.of("chain:2", "speculative")
 CPUS = 2
 SHIPPED = ("ship", "ship_for")
 

@@ -59,7 +59,7 @@ class Replay:
 
 def replay(case: Case, tokens: int) -> Replay:
     """Predict drafting `tokens` at a time along the case's texts."""
-    method = Method(f"chain:{tokens}", case.rule)
+    method = Method.of(f"chain:{tokens}", case.rule)
     reader = Reader(
         case.target,
         {"draft": case.draft},

@@ -34,7 +34,7 @@ from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from draftsmith.eval.decoding import answers
 from draftsmith.eval.groups import groups_of
-from draftsmith.eval.method import OWN_TREE, Method, shape_of
+from draftsmith.eval.method import OWN_TREE, Method
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.step_costs import Costs, Rounds, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
@@ -237,8 +237,8 @@ class Planner:
     def traces(self, texts: Sequence[Continuation]) -> Traces:
         """Read the acceptance of chains and trees off the answers."""
         methods = [
-            Method(f"chain:{self.depth}", "naive"),
-            Method(f"kary:{self.ranks(texts)}", "mcsd"),
+            Method.of(f"chain:{self.depth}", "naive"),
+            Method.of(f"kary:{self.ranks(texts)}", "mcsd"),
         ]
         reader = Reader(self.target, {"d": self.draft}, self.sampling, methods, TEXT_BATCH)
         return reader.read(texts).traces["d"]
@@ -277,7 +277,7 @@ class Planner:
             if not needed and not self.within(0.7):
                 not_tried.append({"tree": spec, "reason": "no time was left"})
                 continue
-            shape = shape_of(spec)
+            shape = Method.of(spec).shape
             try:
                 decoder = self.decoder(shape)
             except ValueError as error:
