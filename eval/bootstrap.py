@@ -11,7 +11,7 @@ per prompt and divided last (law 3).
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -22,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import stdtr
 
+from draftsmith.core.asked_hash import Groups
+from draftsmith.core.sampling import row_seed
 from draftsmith.eval.schema import Estimate, Row
 
 Floats = npt.NDArray[np.float64]
@@ -147,6 +149,26 @@ def resamples(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
     drawn_RG = np.random.default_rng(seed).multinomial(size, np.full(size, 1.0 / size), size=count)
     weights_RP = drawn_RG[:, [numbers[group] for group in groups]].astype(np.float64)
     return Resamples(weights_RP, (size,))
+
+
+def resamples_of_sets(groups: Mapping[str, Sequence[Hashable]], count: int, seed: int) -> Resamples:
+    """Resample the prompts of some sets by their groups. A set has the same resamples wherever it
+    appears, but that sets that share a group are resampled as one.
+    """
+    names = list(groups)
+    strata = Groups(list(groups.values())).numbers()
+    stratum_P = np.repeat(strata, [len(each) for each in groups.values()])
+    # In the order of memory that `resamples` gives, so that sums round alike.
+    weights_RP = np.empty((count, len(stratum_P)), order="F")
+    sizes: list[int] = []
+    for stratum in dict.fromkeys(strata):
+        members = [name for name, each in zip(names, strata, strict=True) if each == stratum]
+        of_prompts = list(chain.from_iterable(groups[name] for name in members))
+        name = f"bootstrap/{'+'.join(members)}/{len(set(of_prompts))}"
+        drawn = resamples(of_prompts, count, row_seed(seed, name))
+        weights_RP[:, stratum_P == stratum] = drawn.weights_RP
+        sizes += drawn.sizes
+    return Resamples(weights_RP, tuple(sizes))
 
 
 def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:

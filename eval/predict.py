@@ -286,14 +286,21 @@ def run_interval(
     calls. For a run over the same prompts the interval covers more than 95 %. Return (None, None)
     if no bootstrap is possible.
     """
+    low, high = interval(away_of_run(sums, variance_P, picks, seed), picks)
+    if low is None or high is None:
+        return None, None
+    value = sums.pooled or 0.0
+    return max(1.0, value + low), min(most, value + high)
+
+
+def away_of_run(
+    sums: PromptSums, variance_P: Sequence[float] | Floats, picks: Resamples, seed: int
+) -> Floats:
+    """The differences `[R]` of the tau of a run over as many prompts from the predicted one."""
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
     noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
     calls_R = again_RP @ sums.denominator_P + noise_R
     ran_R = (again_RP @ sums.numerator_P) / np.maximum(calls_R, 1e-9)
-    away_R = ran_R - pooled_ratios(sums, picks)
-    low, high = interval(away_R, picks)
-    if low is None or high is None:
-        return None, None
-    value = sums.pooled or 0.0
-    return max(1.0, value + low), min(most, value + high)
+    away_R: Floats = ran_R - pooled_ratios(sums, picks)
+    return away_R

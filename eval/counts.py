@@ -1,0 +1,125 @@
+"""The table of counts: what measuring appends, results.json keeps and figures are made of.
+
+A row is one count of one prompt: a number that adds over prompts, seeds and sets (law 3). Counts of
+a part of the answers, such as the tokens of a span, have the same keys as those of the whole.
+"""
+
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from draftsmith.core.io import JsonObject
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+Floats = npt.NDArray[np.float64]
+TARGET = "target"
+"""The target alone, in the column `draft`."""
+
+
+class Where(NamedTuple):
+    """What counts are of. None: tree and rule without decoding, depth and part of the whole."""
+
+    draft: str
+    seed: int
+    set: str
+    kind: str
+    temperature: float
+    tree: str | None = None
+    rule: str | None = None
+    depth: int | None = None
+    part: str | None = None
+
+
+KEYS = (*Where._fields, "key")
+COLUMNS = (*Where._fields, "prompt", "group", "key", "value")
+
+
+class _Count(NamedTuple):
+    where: Where
+    key: str
+    groups_P: npt.NDArray[np.int32]
+    values_P: Floats
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Counts as they are measured. `table()` has a row for each."""
+
+    counts: list[_Count] = field(default_factory=list)
+
+    def append(
+        self, where: Where, key: str, groups_P: Sequence[int], values_P: npt.ArrayLike
+    ) -> None:
+        """Add one count of the first prompts of a set. groups: the group of every prompt."""
+        values = np.asarray(values_P, np.float64)
+        groups = np.asarray(groups_P[: len(values)], np.int32)
+        self.counts.append(_Count(where, key, groups, values))
+
+    def table(self) -> "DataFrame":
+        """Return the counts as a DataFrame with `COLUMNS`; those that name things are
+        categorical.
+        """
+        import pandas
+
+        lengths = [len(count.values_P) for count in self.counts]
+        columns = {}
+        for index, name in enumerate(KEYS):
+            names = np.array([(*count.where, count.key)[index] for count in self.counts], object)
+            codes, known = pandas.factorize(names)
+            repeated = np.repeat(codes, lengths)
+            categories = pandas.Index(known.tolist())
+            columns[name] = pandas.Categorical.from_codes(repeated, categories=categories)
+        prompts = [np.arange(length, dtype=np.int32) for length in lengths]
+        columns["prompt"] = np.concatenate(prompts)
+        columns["group"] = np.concatenate([count.groups_P for count in self.counts])
+        columns["value"] = np.concatenate([count.values_P for count in self.counts])
+        return pandas.DataFrame(columns)[list(COLUMNS)]
+
+
+def packed(table: "DataFrame") -> JsonObject:
+    """Return a table of counts as JSON: a compressed text a column, and the names it numbers."""
+    columns: JsonObject = {}
+    for name in COLUMNS:
+        column = table[name]
+        if name in KEYS:
+            codes = column.cat.codes.to_numpy(np.int16)
+            names = column.cat.categories.tolist()
+            columns[name] = {"names": names, "data": _text(codes)}
+        else:
+            columns[name] = {"type": str(column.dtype), "data": _text(column.to_numpy())}
+    return columns
+
+
+def unpacked(columns: JsonObject) -> "DataFrame":
+    """Return the table of counts that `packed` wrote."""
+    import pandas
+
+    table = {}
+    for name in COLUMNS:
+        column = columns[name]
+        if name in KEYS:
+            codes = _array(column["data"], np.dtype(np.int16))
+            categories = pandas.Index(column["names"])
+            table[name] = pandas.Categorical.from_codes(codes, categories=categories)
+        else:
+            table[name] = _array(column["data"], np.dtype(column["type"]))
+    return pandas.DataFrame(table)
+
+
+def _text(array: npt.NDArray[np.generic]) -> str:
+    """Compress an array, byte by byte of all numbers: their first bytes are alike."""
+    bytes_BN = array.view(np.uint8).reshape(len(array), array.itemsize).T
+    return b64encode(zlib.compress(bytes_BN.tobytes(), 6)).decode()
+
+
+def _array(text: str, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    flat = np.frombuffer(zlib.decompress(b64decode(text)), np.uint8)
+    bytes_NB = np.ascontiguousarray(flat.reshape(dtype.itemsize, -1).T)
+    return bytes_NB.view(dtype)[:, 0]
