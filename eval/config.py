@@ -184,10 +184,6 @@ class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions)
     """
     batch_size: AtLeast1 = 1
     """Rows that are decoded together when the plan is used."""
-    batch_sizes: list[AtLeast1] = field(default_factory=list)
-    """Also find the best length of a chain at each of these batch sizes; `doctor --plan` writes
-    vLLM's schedule from it.
-    """
     max_prompts: AtLeast1 = 32
     """Prompts to measure acceptance on."""
     confirm_prompts: AtLeast1 = 8

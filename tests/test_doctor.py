@@ -350,67 +350,6 @@ def test_a_state_that_cannot_go_back_takes_no_draft_in_transformers(tmp_path):
     assert not found["loads"] and "MambaForCausalLM, keeps a state" in found["reason"]
 
 
-def test_the_command_takes_the_length_of_a_plan(tmp_path, capsys):
-    plan = tmp_path / "plan.json"
-    rows = [{"engine": "vllm", "draft_tokens": 7}, {"engine": "llama.cpp", "draft_tokens": 3}]
-    plan.write_text(json.dumps({"engines": rows}))
-    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base")]
-    assert main([*words, "--plan", str(plan), "--json"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    found = {verdict["engine"]: verdict["command"] for verdict in json.loads(out[-1])["verdicts"]}
-    assert (
-        '"num_speculative_tokens": 7' in found["vllm"]
-        and "--spec-draft-n-max 3" in found["llama.cpp"]
-    )
-    assert "--speculative-num-steps 4" in found["sglang"] and any(
-        "llama-server -m" in line for line in out
-    )
-
-
-def test_a_plan_writes_vllms_settings_and_schedule(tmp_path, capsys):
-    plan = tmp_path / "plan.json"
-    options = {"draft_sample_method": "probabilistic", "rejection_sample_method": "block"}
-    figures = {"tau": 2.0, "speedup": 1.3, "draft_tokens": 3}
-    settings = [{"options": {}, **figures}, {"options": options, **figures, "tau": 2.4}]
-    row = {"engine": "vllm", "draft_tokens": 3, "options": options, "settings": settings}
-    schedule = [[1, 1, 5], [2, 4, 2], [5, 8, 0]]
-    batches = [
-        {"batch_size": 1, "draft_tokens": 5, "tau": 2.1, "speedup": 1.4},
-        {"batch_size": 8, "draft_tokens": 0, "tau": 1.0, "speedup": 1.0},
-    ]
-    by_batch = {"vllm": schedule, "batch_sizes": batches, "none_pays_from": 8}
-    plan.write_text(json.dumps({"engines": [row], "schedule": by_batch}))
-    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base"), "--plan", str(plan)]
-    assert main([*words, "--json"]) == 0
-    *lines, summary = capsys.readouterr().out.splitlines()
-    found = {verdict["engine"]: verdict["command"] for verdict in json.loads(summary)["verdicts"]}
-    config = json.loads(shlex.split(found["vllm"])[-1])
-    assert (
-        config.items()
-        >= {
-            "num_speculative_tokens": 5,
-            "num_speculative_tokens_per_batch_size": schedule,
-            **options,
-        }.items()
-    )
-    text = "\n".join(lines)
-    assert "probabilistic, block: 3 draft tokens, 2.40 tokens a step" in text
-    assert "batch 8: no draft pays" in text and "from batch 8 on no draft pays" in text
-
-
-def test_a_plan_by_which_no_draft_pays_leads(tmp_path, capsys):
-    plan = tmp_path / "plan.json"
-    speedup = {"value": 0.81, "low": 0.7, "high": 0.92, "n": 8}
-    plan.write_text(json.dumps({"engines": [], "pays": False, "speedup": speedup}))
-    words = ["doctor", "--target", TARGET, "--draft", str(PAIR / "base"), "--plan", str(plan)]
-    assert main([*words, "--json"]) == 0
-    *lines, summary = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Use no draft") and "0.81" in lines[0] and str(plan) in lines[0]
-    assert any(line.startswith("vllm") for line in lines)
-    assert not any("$ " in line for line in lines) and "Without --plan" in lines[-1]
-    assert json.loads(summary)["pays"] is False
-
-
 @pytest.mark.slow
 def test_printed_commands_run(tmp_path, monkeypatch, capsys):
     """Pasted into a shell: those of engines that are here, on a pair whose path a shell would take

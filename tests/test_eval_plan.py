@@ -4,10 +4,8 @@ plan` itself.
 
 import json
 import shutil
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,15 +24,8 @@ from draftsmith.eval.copying import CopyingDraft
 from draftsmith.eval.decoding import records_steps
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.plan import _pays, plan
-from draftsmith.eval.planning.planner import TRIED, Expected, Planner
-from draftsmith.eval.planning.serving import (
-    batch_rows,
-    engine_rows,
-    none_pays_from,
-    vllm_schedule,
-)
+from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
-from draftsmith.eval.predict import Traces
 from tests.tiny_models import redrawn, tiny_llama
 
 
@@ -147,74 +138,13 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
     assert said / 250 <= 0.045
 
 
-def test_every_engine_gets_the_length_that_is_best_under_its_own_rule():
-    best = {"naive": 2, "speculative": 5, "block": 6}
-    expected: Any = SimpleNamespace(
-        rate=lambda tree, rule: (10.0 - abs(tree.size - best[rule]), 1.5),
-        costs=SimpleNamespace(alone=0.2),
-        planner=SimpleNamespace(target=SimpleNamespace(device=torch.device("cuda"))),
-    )
-    rows = engine_rows("draft", expected, range(1, 9))
-    lengths = {row["engine"]: row["draft_tokens"] for row in rows}
-    assert lengths == {"vllm": 2, "sglang": 2, "llama.cpp": 2, "transformers": 5}
-    assert all(row["speedup"] == 2.0 for row in rows)
-    assert [row["engine"] for row in engine_rows("eagle3", expected, range(1, 4))] == [
-        "vllm",
-        "sglang",
-        "llama.cpp",
-    ]
-    assert engine_rows("hydra", expected, range(1, 4)) == []
-    (vllm, *_) = rows
-    assert vllm["options"] == {}  # of equal settings the default
-    assert [row["draft_tokens"] for row in vllm["settings"]] == [2, 5, 6]
-    assert len(engine_rows("medusa", expected, range(1, 4))[0]["settings"]) == 1
-    expected.rate = lambda tree, rule: (5.0 + (rule == "block"), 1.5)
-    (vllm, *others) = engine_rows("draft", expected, range(1, 9))
-    assert vllm["options"] == {
-        "draft_sample_method": "probabilistic",
-        "rejection_sample_method": "block",
-    }
-    assert all(row["options"] == {} for row in others)
-    # On a CPU, vLLM drafts greedily beside block verification.
-    expected.planner.target.device = torch.device("cpu")
-    (vllm, *_) = engine_rows("draft", expected, range(1, 9))
-    assert [row["verifier"] for row in vllm["settings"]] == ["naive", "speculative"]
-    assert vllm["options"] == {}
-
-
-def test_a_length_for_each_batch_size_and_where_none_pays():
-    """A verified token costs nothing at batch 1, and as much as the target alone at batch 8."""
-    traces = Traces(np.array([50]), True, {"ratio": np.full((1, 1, 50), 0.6)})
-    steps = {1: 0.0, 4: 0.05, 8: 1.0}
-
-    @dataclass(frozen=True)
-    class Timed:
-        batch_size: int = 1
-        sampling: Sampling = Sampling(temperature=1.0)
-
-        def time_steps(self, texts: object, *, trees_fit: bool) -> dict[str, list[float]]:
-            assert not trees_fit
-            by_token = steps[self.batch_size]
-            chains = {f"whole:{n}": [1.0 + by_token * n] for n in (1, 2, 4, 8, 16)}
-            return {"alone": [1.0], **chains}
-
-    expected = Expected(cast(Any, Timed()), [], traces, {})
-    rows = batch_rows(expected, [8, 1, 4, 4], range(1, 9), "speculative")
-    lengths = [row["draft_tokens"] for row in rows]
-    assert [row["batch_size"] for row in rows] == [1, 4, 8]
-    assert lengths[0] == 8 > lengths[1] > lengths[2] == 0 and none_pays_from(rows) == 8
-    assert vllm_schedule(rows) == [[1, 1, 8], [2, 4, lengths[1]], [5, 8, 0]]
-    assert none_pays_from(rows[:2]) is None
-    assert vllm_schedule([rows[0], {**rows[0], "batch_size": 6}]) == [[1, 6, 8]]
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("temperature", "busy"), [(0, True), (1, False)])
 def test_a_plan_is_written_beside_the_draft_and_used(
     temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
 ):
-    """On a busy machine, and with no time, the plan is short and gives engines no advice."""
+    """On a busy machine, and with no time, the plan is short."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
     monkeypatch.setattr(
         "draftsmith.eval.remarks.SPREAD", 1e9
@@ -237,7 +167,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     # Without a plan `auto` says how to make one.
     _, err = door.ok("decode", *words, "--tree", "auto")
     assert f"draftsmith plan --target {target_dir} --draft {draft} --prompts {prompts_file}" in err
-    out, err = door.ok("plan", *words, *"--confirm_prompts 4 --batch_sizes 1 3 --json".split())
+    out, err = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
     assert "takes up to about" in err
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
@@ -247,18 +177,6 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     ) == 4
     rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
-    engines = (
-        set() if busy or found["pays"] is False else {"vllm", "sglang", "llama.cpp", "transformers"}
-    )
-    assert {row["engine"] for row in found["engines"]} == engines and ("vllm serve" in out) == bool(
-        engines
-    )
-    if busy:
-        assert found["schedule"] is None
-    else:
-        assert [row["batch_size"] for row in found["schedule"]["batch_sizes"]] == [1, 3]
-        assert found["schedule"]["vllm"][0][0] == 1 and found["schedule"]["vllm"][-1][1] == 3
-        assert "  batch 3: " in out
     assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
     assert len(found["not_tried"]) == (6 if busy else 0)
     assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == (
@@ -317,7 +235,9 @@ def test_what_copies_is_timed_not_predicted(
     monkeypatch,
 ):
     monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
-    monkeypatch.setitem(TRIED, "copied", ["chain:1", "chain:2", "kary:2,1,1"])
+    monkeypatch.setattr(
+        "draftsmith.eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
+    )
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
     names = {"draft": draft_dir, "store": prompts_file}
@@ -328,7 +248,7 @@ def test_what_copies_is_timed_not_predicted(
     out, _ = door.ok("plan", *common, *words, "--out", plan)
     assert f"({options} --tree auto:{plan})" in out
     found = json.loads(plan.read_text())
-    assert all(row["tau"] is None for row in found["candidates"]) and found["engines"] == []
+    assert all(row["tau"] is None for row in found["candidates"])
     assert len(found["candidates"]) == trees and len(found["confirmed"]) == 1 + trees
     assert len(found["not_tried"]) == skipped
     assert f"remark: few prompts (timed {3 if in_time else 1})" in out
@@ -368,7 +288,7 @@ def test_a_mixture_costs_what_its_steps_took(monkeypatch):
         seed=0,
     )
     text = Continuation("a", list(range(3, 9)), list(range(9, 15)))
-    verify_s = fit(planner.time_steps([text], trees_fit=True)).verify_s
+    verify_s = fit(planner.time_steps([text])).verify_s
     assert verify_s[1] == 2 * 2  # two of a layer's experts
     assert 1.3 * verify_s[1] < verify_s[2] < verify_s[5] < verify_s[17] <= 2 * 16
 

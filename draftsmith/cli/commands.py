@@ -226,17 +226,9 @@ def _unmet(check: Callable[[], object]) -> RequirementError | None:
 
 def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
     from draftsmith.drafts.doctor import examine
-    from draftsmith.drafts.engine_commands import DRAFT_TOKENS, schedule_lines, setting_lines
 
     verdicts = examine(config)
     lines = []
-    pays = verdicts["pays"] is not False
-    if not pays:
-        from draftsmith.eval.formats import with_interval
-
-        times = with_interval(verdicts["speedup"], 2)
-        best = f"by {config.plan} the best tree is {times} times as fast"
-        lines.append(f"Use no draft: {best} as the target alone.")
     for verdict in verdicts["verdicts"]:
         word = "refuses it" if verdict["known"] else "not known"
         if verdict["by_export"]:
@@ -244,19 +236,9 @@ def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
         if verdict["loads"]:
             word = "serves it" if verdict["serves"] else "loads it"
         lines.append(f"{verdict['engine']:<20}{word:<12}{verdict['reason']}")
-        if verdict["serves"] and pays:
-            settings = setting_lines(verdicts["settings"].get(verdict["engine"], ()))
-            lines += [f"{'':<20}{line}" for line in settings]
-            lines += [
-                f"{'':<20}$ {command}" for command in (*verdict["exports"], verdict["command"])
-            ]
-    lines += schedule_lines(verdicts["schedule"])
-    if config.plan is None:
-        lines.append(
-            f"Commands draft {DRAFT_TOKENS} tokens; --plan FILE takes the number from a plan."
-        )
-    if not pays:
-        lines.append(f"Without --plan, the commands that draft {DRAFT_TOKENS} tokens are printed.")
+        if verdict["serves"]:
+            commands = (*verdict["exports"], verdict["command"])
+            lines += [f"{'':<20}$ {command}" for command in commands]
     return CommandResult(verdicts, lines)
 
 
@@ -298,8 +280,6 @@ def _plan(config: "PlanConfig", command: str) -> CommandResult:
         "sampling",
         "batch_size",
         "confirmed",
-        "engines",
-        "schedule",
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
     tree = "auto" if config.out is None else f"auto:{config.out}"

@@ -7,7 +7,6 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import check_out, read_json
 from draftsmith.core.options import (
     Dtype,
-    File,
     Model,
     Out,
     RevisionOptions,
@@ -81,10 +80,6 @@ class DoctorConfig(RevisionOptions):
     draft: Model
     """The draft: a local directory or hub name of a language model or a head; or a method without
     weights, prompt_lookup, lookahead or prompt_lookup+MODEL.
-    """
-    plan: File | None = None
-    """A plan of `draftsmith plan`, for the number of drafted tokens in the commands. Default: 4
-    tokens.
     """
 
     def __post_init__(self) -> None:

@@ -4,58 +4,45 @@ For language models, only configs and tokenizers are read; a head is loaded with
 method without weights nothing is read, and torch is not imported.
 """
 
-from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from draftsmith.core.hub import quiet
-from draftsmith.core.io import JsonObject, read_json
+from draftsmith.core.io import JsonObject
 from draftsmith.core.options import configured
 from draftsmith.drafts.config import DoctorConfig
-from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Planned, Support, planned
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
 
 
 @quiet()
 def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
-    """Return the `Support` of every engine on a target and a draft, as JSON, and whether a draft
-    `pays` by the plan. Raise InputError for a directory that holds neither.
+    """Return the `Support` of every engine on a target and a draft, as JSON. Raise InputError for a
+    directory that holds neither.
     """
     config = configured(DoctorConfig, config, options)
-    plan: JsonObject = {}
-    if config.plan is not None:
-        plan = read_json(Path(config.plan), "a plan of `draftsmith plan`")
-    by_plan = planned(plan)
-    engines = plan.get("engines") or ()
     if config.reads_nothing:
         kind = config.draft.partition(":")[0]
-        verdicts = _without_weights(kind, config.target or "TARGET", by_plan)
+        verdicts = _without_weights(kind, config.target or "TARGET")
     else:
         from draftsmith.drafts.engine_support import judge, read_pair
 
         pair = read_pair(config)
         kind = pair.kind
-        verdicts = judge(pair, config, by_plan)
+        verdicts = judge(pair, config)
     return {
         "target": config.target,
         "draft": config.draft,
         "kind": kind,
-        "plan": config.plan,
-        "pays": plan.get("pays"),
-        "speedup": plan.get("speedup"),
-        "settings": {row["engine"]: row["settings"] for row in engines if "settings" in row},
-        "schedule": plan.get("schedule"),
         "verdicts": [asdict(verdict) for verdict in verdicts],
     }
 
 
-def _without_weights(kind: str, target: str, by_plan: Mapping[str, Planned]) -> list[Support]:
+def _without_weights(kind: str, target: str) -> list[Support]:
     """How each engine drafts by a method without weights. Nothing is read."""
     verdicts = []
     for engine, kinds in SERVING.items():
         if kind in kinds:
-            count = by_plan.get(engine, Planned(DRAFT_TOKENS)).draft_tokens
-            exports, command = kinds[kind].commands(kind, target, "", count)
+            exports, command = kinds[kind].commands(kind, target, "", DRAFT_TOKENS)
             verdicts.append(
                 Support(engine, "needs no draft", True, True, command=command, exports=exports)
             )

@@ -2,16 +2,12 @@
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
-from draftsmith.core.io import JsonObject
 from draftsmith.drafts.tables import read_table
 
 DRAFT_TOKENS = 4
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,11 @@ class Serving:
         target: str,
         draft: str,
         tokens: int,
-        options: Mapping[str, object] = _NOTHING,
     ) -> tuple[tuple[str, ...], str]:
         """The commands that write what the engine reads, in order, and the one that serves the
         pair.
 
-        tokens: number drafted at a time. options: more of the engine's {config}. Every word is
-        quoted for the shell.
+        tokens: number drafted at a time. Every word is quoted for the shell.
         """
         exports = []
         named = {"draft": draft, "target": target}
@@ -89,8 +83,7 @@ class Serving:
         if kind == "mtp":  # part of the model that is served
             del config["model"]
         numbers = {"n": tokens, "n_and_root": tokens + 1}
-        words_of_config = json.dumps(config | dict(options))
-        values = named | numbers | {"method": self.method, "config": words_of_config}
+        values = named | numbers | {"method": self.method, "config": json.dumps(config)}
         command = shlex.join([word.format(**values) for word in self.shell.split()])
         if self.python:
             quoted = {key: json.dumps(name) for key, name in named.items()}
@@ -104,50 +97,3 @@ class Serving:
 SERVING: dict[str, dict[str, Serving]] = {}
 for _engine, _kinds in read_table("serving.yaml").items():
     SERVING[_engine] = {kind: Serving(**values) for kind, values in _kinds.items()}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What a plan says of one engine: number of drafted tokens, and options of its config."""
-
-    draft_tokens: int
-    options: Mapping[str, object] = field(default_factory=dict)
-
-
-def planned(plan: JsonObject) -> dict[str, Planned]:
-    """Return what a plan says, by engine."""
-    found = {}
-    schedule = (plan.get("schedule") or {}).get("vllm")
-    for row in plan.get("engines") or ():
-        options: dict[str, object] = dict(row.get("options") or {})
-        tokens = row["draft_tokens"]
-        if row["engine"] == "vllm" and schedule:
-            tokens = max(tokens, *(most for _, _, most in schedule))
-            options["num_speculative_tokens_per_batch_size"] = schedule
-        found[row["engine"]] = Planned(tokens, options)
-    return found
-
-
-def _worth(row: JsonObject) -> str:
-    worth = f"{row['tau']:.2f} tokens a step, {row['speedup']:.2f}x expected"
-    return (
-        f"{row['draft_tokens']} draft tokens, {worth}" if row["draft_tokens"] else "no draft pays"
-    )
-
-
-def setting_lines(settings: Sequence[JsonObject]) -> list[str]:
-    """Say what each setting of an engine is worth, if they differ."""
-    if len({round(row["tau"], 3) for row in settings}) < 2:
-        return []
-    return [f"{', '.join(row['options'].values()) or 'default'}: {_worth(row)}" for row in settings]
-
-
-def schedule_lines(schedule: JsonObject | None) -> list[str]:
-    """Say the best length at each batch size, and from which none pays."""
-    if schedule is None:
-        return []
-    lines = ["", "by batch size, from steps timed at each:"]
-    lines += [f"  batch {row['batch_size']}: {_worth(row)}" for row in schedule["batch_sizes"]]
-    if (first := schedule["none_pays_from"]) is not None:
-        lines.append(f"from batch {first} on no draft pays")
-    return lines

@@ -4,11 +4,10 @@
 For language models, only configs and tokenizers are read; a head is loaded with its target.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 from transformers import PretrainedConfig
 
@@ -21,7 +20,7 @@ from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig
 from draftsmith.drafts.draft_sources import JOINED, is_joined, model_of
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
-from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Planned, Serving, Support
+from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Serving, Support
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken
 from draftsmith.drafts.heads import NATIVE, head_kind
 from draftsmith.drafts.load import first_difference, load_source
@@ -51,21 +50,13 @@ def read_pair(config: DoctorConfig) -> Pair:
     return Pair((named(target, source.target.config, source.tokenizer),), source)
 
 
-def judge(
-    pair: Pair, config: DoctorConfig, by_plan: Mapping[str, Planned] = MappingProxyType({})
-) -> list[Support]:
-    """What every engine does with a pair. config: names of the two, for commands. by_plan: how to
-    draft, by engine.
-    """
-    usual = DRAFT_TOKENS
+def judge(pair: Pair, config: DoctorConfig) -> list[Support]:
+    """What every engine does with a pair. config: names of the two, for commands."""
     at_best = Support("", "its layout holds this head", loads=True, serves=True)
     if pair.kind == "draft":
         at_best = _compare_tokens(*pair.models)
-    if pair.kind in BLOCK_KINDS:
-        usual = pair.head.depths
-        if not pair.head.config.causal:
-            # A non-causal block drafts other tokens when shortened; use the whole block.
-            by_plan = {name: replace(how, draft_tokens=usual) for name, how in by_plan.items()}
+    # A block is drafted whole.
+    tokens = pair.head.depths if pair.kind in BLOCK_KINDS else DRAFT_TOKENS
     kind = JOINED + pair.kind if is_joined(config.draft) else pair.kind
     verdicts = []
     for engine, kinds in SERVING.items():
@@ -75,8 +66,7 @@ def judge(
         elif serving is not None and serving.unwritten:
             verdicts.append(Support(engine, serving.unwritten, by_export=True))
         elif serving is not None:
-            how = by_plan.get(engine, Planned(usual))
-            verdicts.append(_support(engine, serving, config, pair, at_best, how))
+            verdicts.append(_support(engine, serving, config, pair, at_best, tokens))
         elif "draft" in kinds:
             joins = "takes prompt lookup or a draft, not both"
             reason = joins if kind != pair.kind else f"reads no {kind} heads"
@@ -104,7 +94,7 @@ def _support(
     config: DoctorConfig,
     pair: Pair,
     at_best: Support,
-    how: Planned,
+    tokens: int,
 ) -> Support:
     """What the engine does with the pair: `at_best`, if neither a rule nor its sources object."""
     where = {engine}
@@ -131,7 +121,7 @@ def _support(
         # The engine reads the layer in the target's own checkpoint.
         serving = replace(serving, draft_format=None)
         draft = target
-    exports, command = serving.commands(pair.kind, target, draft, how.draft_tokens, how.options)
+    exports, command = serving.commands(pair.kind, target, draft, tokens)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
     reason = at_best.reason
     if serving.norms and pair.norms_of_31():

@@ -23,9 +23,6 @@ from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
 from draftsmith.decode.recorded.steps import check_backend
 from draftsmith.drafts.draft_sources import check_sources, models_of
-from draftsmith.drafts.engine_commands import SERVING, schedule_lines, setting_lines
-from draftsmith.drafts.heads.block import BlockHead
-from draftsmith.drafts.load import kind_of
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
@@ -42,12 +39,6 @@ from draftsmith.eval.planning.planner import (
     Expected,
     Planner,
 )
-from draftsmith.eval.planning.serving import (
-    batch_rows,
-    engine_rows,
-    none_pays_from,
-    vllm_schedule,
-)
 from draftsmith.eval.schema import Estimate
 
 SCHEMA_VERSION = 1
@@ -59,12 +50,8 @@ FINALISTS = 3
 LISTED = 20
 
 
-def plan_pair(
-    planner: Planner, confirm_batches: int, batch_sizes: Sequence[int] = ()
-) -> JsonObject:
-    """Return the plan as JSON, without the names of the models and the machine. batch_sizes: of the
-    schedule.
-    """
+def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
+    """Return the plan as JSON, without the names of the models and the machine."""
     steps = STEPS + RANKING_STEPS * planner.predicts
     with progress("plan", steps) as advance:
         expected = planner.expect(advance) if planner.predicts else None
@@ -76,15 +63,11 @@ def plan_pair(
     rows = [expected.row(each) for each in static[:LISTED]] if expected else []
     rows += [candidate.row() for candidate in tried]
     trees = {"candidates": rows, "not_tried": not_tried}
-    return plan_document(planner, expected, trees, confirmed, batch_sizes)
+    return plan_document(planner, expected, trees, confirmed)
 
 
 def plan_document(
-    planner: Planner,
-    expected: Expected | None,
-    trees: JsonObject,
-    confirmed: Confirmed,
-    batch_sizes: Sequence[int] = (),
+    planner: Planner, expected: Expected | None, trees: JsonObject, confirmed: Confirmed
 ) -> JsonObject:
     """Write the plan as JSON. expected: None if all trees are timed."""
     rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
@@ -126,36 +109,10 @@ def plan_document(
         "costs": {**(asdict(expected.costs) if expected else {}), "rounds": rounds},
         **trees,
         "confirmed": confirmed.rows,
-        # Noisy timings advise nothing.
-        **_elsewhere(None if busy else expected, batch_sizes, pays),
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
-
-
-def _elsewhere(expected: Expected | None, sizes: Sequence[int], pays: bool | None) -> JsonObject:
-    """Return the advice for engines, none if no draft pays, and the lengths by batch size, under
-    the rule of vLLM's best setting; no lengths without sizes.
-    """
-    if expected is None:
-        return {"engines": [], "schedule": None}
-    planner = expected.planner
-    assert planner.model is not None
-    # Slots that see each other draft something else in a shorter block.
-    whole = isinstance(planner.model, BlockHead) and not planner.model.config.causal
-    lengths = range(planner.depth if whole else 1, planner.depth + 1)
-    engines = engine_rows(kind_of(planner.model), expected, lengths)
-    schedule = None
-    if sizes:
-        rules = [row["verifier"] for row in engines if row["engine"] == "vllm"]
-        rows = batch_rows(expected, sizes, lengths, (rules or ["naive"])[0])
-        schedule = {
-            "batch_sizes": rows,
-            "none_pays_from": none_pays_from(rows),
-            "vllm": vllm_schedule(rows),
-        }
-    return {"engines": [] if pays is False else engines, "schedule": schedule}
 
 
 def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -209,16 +166,10 @@ def plan(config: PlanConfig | None = None, **options: Any) -> JsonObject:
         seed=config.seed,
         compile=records_steps(config.compile, pair.target, drafts.values()),
     )
-    document = plan_pair(planner, config.confirm_prompts, config.batch_sizes)
-    models = model_rows(config.target, pair.target, sources, drafts)
-    kind = models["draft"]["kind"]
-    for row in document["engines"]:
-        row["exports"], row["command"] = SERVING[row["engine"]][kind].commands(
-            kind, config.target, config.draft, row["draft_tokens"], row["options"]
-        )
+    document = plan_pair(planner, config.confirm_prompts)
     options = {"prompts": config.prompts, "seed": config.seed}
     document |= {
-        "models": models,
+        "models": model_rows(config.target, pair.target, sources, drafts),
         "machine": machine(pair.target),
         "provenance": provenance("draftsmith plan", options),
     }
@@ -247,11 +198,4 @@ def plan_lines(document: JsonObject) -> list[str]:
     for row in document["confirmed"]:
         times = f"  {row['speedup']['value']:.2f}x" if row["speedup"] else ""
         lines.append(f"  {row['tree']:<{width}}  {row['tokens_per_s']:8.1f} tokens/s{times}")
-    if document["engines"]:
-        lines += ["", "elsewhere, under each engine's rule and at this machine's costs:"]
-    for row in document["engines"]:
-        tau = f"{row['tau']:.2f} tokens a step expected"
-        lines.append(f"  {row['engine']}: {row['draft_tokens']} draft tokens, {tau}")
-        lines += [f"    {line}" for line in setting_lines(row["settings"])]
-        lines += [f"    {command}" for command in (*row["exports"], row["command"])]
-    return lines + schedule_lines(document["schedule"])
+    return lines

@@ -5,11 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import yaml
 from transformers import PreTrainedModel
 
 from draftsmith.core.asked_hash import Groups
@@ -50,8 +48,22 @@ DEPTH = 16
 RANKS = 32
 FEW_RANKS = 8
 MANY_ELEMENTS = 2**25
-# Trees to time, by what drafts.
-TRIED = yaml.safe_load(Path(__file__).with_name("tried.yaml").read_text(encoding="utf-8"))
+# Trees that are timed, because their steps vary in size or cost.
+STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
+# A longer block costs nothing extra, so a block drafter drafts the whole block and stops within it.
+BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
+GROWING = (
+    "eagle2:depth=3,beam=3,nodes=8",
+    "eagle2:depth=5,beam=4,nodes=16",
+    "opt:nodes=12,depth=5,gain=0.2",
+)
+# What copies drafts nothing at some steps, so all its trees are timed.
+COPIED = (
+    *(f"chain:{length}" for length in (1, 2, 3, 4, 6, 8, 12)),
+    "chain:8,stop=0.6",
+    "kary:2,1,1",
+)
+JOINED = (*(f"chain:{length}" for length in (1, 2, 3, 4, 6)), "kary:4", "kary:2,1", "kary:3,2")
 TEXT_BATCH = 16
 # Tokens of a run that times a step.
 STEP_TOKENS = 16
@@ -243,7 +255,7 @@ class Planner:
         reader = Reader(self.target, {"d": self.draft}, self.sampling, methods, TEXT_BATCH)
         return reader.read(texts).traces["d"]
 
-    def time_steps(self, texts: Sequence[Continuation], *, trees_fit: bool) -> Rounds:
+    def time_steps(self, texts: Sequence[Continuation]) -> Rounds:
         """Time steps on trees of several shapes, or on whole chains, round by round. Contexts are
         the first two thirds of each prompt plus answer.
         """
@@ -262,7 +274,7 @@ class Planner:
             seconds,
             self.depth_limit,
             lambda: self.within(0.5),
-            trees_fit=trees_fit,
+            trees_fit=self.trees_fit,
         )
 
     def try_trees(self) -> tuple[list[Candidate], list[dict[str, str]]]:
@@ -338,7 +350,7 @@ class Planner:
         advance(1, "acceptance")
         traces = self.traces(texts)
         advance(1, "costs of a step")
-        rounds = self.time_steps(texts, trees_fit=self.trees_fit)
+        rounds = self.time_steps(texts)
         advance(1, "choosing")
         return Expected(self, texts, traces, rounds)
 
@@ -363,11 +375,6 @@ class Expected:
         counts = predict(tree, verifier, self.planner.sampling, self.traces)
         assert counts is not None
         return PromptSums.of(self.traces.lengths_P.tolist(), counts["target_calls"])
-
-    def rate(self, tree: Tree, verifier: str) -> tuple[float, float]:
-        """Tokens per second, and per step."""
-        tau = self.tokens_per_call(tree, verifier).pooled or 0.0
-        return tau / self.costs.step(tree), tau
 
     def row(self, candidate: Candidate) -> JsonObject:
         """A candidate as JSON, with its predicted tau."""
@@ -419,10 +426,10 @@ def _family(spec: str) -> str:
 def tried(draft: AnyDraft) -> list[str]:
     """Specs of the trees to time: their steps vary in size or cost, so they cannot be predicted."""
     if isinstance(draft, CopyingDraft):
-        return list(TRIED["copied"]) if draft.reads_text else [OWN_TREE]
+        return list(COPIED) if draft.reads_text else [OWN_TREE]
     if isinstance(draft, JoinedDraft):
-        return [*TRIED["joined"], *tried(draft.model)]
+        return [*JOINED, *tried(draft.model)]
     if isinstance(draft, BlockHead):
-        stopping = [f"chain:{draft.depths},stop={stop}" for stop in TRIED["block_stops"]]
-        return stopping + TRIED["growing"]
-    return list(TRIED["stopping"] + TRIED["growing"])
+        stopping = [f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS]
+        return [*stopping, *GROWING]
+    return [*STOPPING, *GROWING]
