@@ -11,20 +11,27 @@ U uniforms per row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.sampling import Sampling, probs, uniforms
 from draftsmith.decode.choosing import draw, largest
-from draftsmith.decode.handover import Handover, Parts, check_verdict, is_foreign
+from draftsmith.decode.guest_checks import check_proposal, check_verdict
 from draftsmith.decode.kernel_forward import Forwarded
-from draftsmith.decode.propose.protocol import Outcome, Proposal, Session, SessionSetup
+from draftsmith.decode.propose.protocol import (
+    Outcome,
+    Proposal,
+    Proposer,
+    Session,
+    SessionSetup,
+)
 from draftsmith.decode.recorded.proposal import in_bucket
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.stats import DecodeStats
@@ -136,6 +143,17 @@ class Options:
     stop: StopCondition | None = None
 
 
+class Parts(Protocol):
+    """What a decoder decodes with. drawing: how children are chosen above temperature 0."""
+
+    target: PreTrainedModel
+    proposer: Proposer | None
+    tree: TreeShape
+    drawing: Drawing
+    verifier: Verifier
+    compile: bool | str
+
+
 @dataclass(frozen=True, eq=False)
 class _Judged:
     """The outcome of one step on the host.
@@ -186,14 +204,10 @@ class BatchRun:
         # The longest copy; its uniforms come last.
         self.num_copied = parts.tree.depth if parts.proposer and parts.proposer.copies else 0
         self.num_uniforms = self.num_draft_uniforms + most + self.num_copied
-        vocabulary = vocabulary_size(parts.target)
-        self.seen = Seen.of(prompts, vocabulary, options.sampling, runner.device)
+        self.vocabulary = vocabulary_size(parts.target)
+        self.seen = Seen.of(prompts, self.vocabulary, options.sampling, runner.device)
         self.session = self._start(prompts, drawing)
-        self._foreign_draft = is_foreign(parts.proposer) or is_foreign(self.session)
-        self._foreign_rule = is_foreign(parts.verifier.run)
-        self._handover = Handover(parts, vocabulary, runner.device)
-        # Of draftsmith's own proposers, which may have a model of the user's, the first proposal.
-        self._checks = parts.proposer is not None
+        self._first = True  # the step whose shapes are checked
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
@@ -240,13 +254,19 @@ class BatchRun:
             if self.num_draft_uniforms:
                 draft_u_BN = u_BU[:, : self.num_draft_uniforms]
         proposal = self.session.propose(draft_u_BN)
-        if self._checks:
-            self._handover.check_proposal(proposal, len(self.batch))
-            self._checks = self._foreign_draft
-            if self._checks:
-                self._handover.check_drafted(proposal, drawn=draft_u_BN is not None)
+        parts = self.parts
+        if self._first and parts.proposer is not None:
+            check_proposal(
+                f"proposer {parts.proposer.name}",
+                proposal,
+                parts.tree,
+                len(self.batch),
+                self.vocabulary,
+                self.runner.device,
+            )
         self.runner.open()
         judged = self._judge(proposal, verify_u_BU)
+        self._first = False
         return self._record(judged)
 
     def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
@@ -255,7 +275,7 @@ class BatchRun:
         if not parts.compile:
             if u_BU is not None and parts.proposer is None:
                 return self._draw_undrafted(proposal, u_BU)
-            known = VERIFIERS.get(parts.verifier.name) is parts.verifier and not self._foreign_rule
+            known = VERIFIERS.get(parts.verifier.name) is parts.verifier
             if u_BU is None and known and self.runner.device.type == "cpu":
                 return self._follow_on_host(proposal)
         return self._verify_tensors(proposal, u_BU)
@@ -266,7 +286,7 @@ class BatchRun:
         if self.parts.compile:
             proposal = in_bucket(proposal, len(self.batch))
         verifier = self._rule_for(proposal)
-        foreign = self._foreign_rule
+        checks = self._first
         sampling = self.options.sampling
         bound = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
         least, most_copied = self._least, self.num_copied
@@ -281,7 +301,7 @@ class BatchRun:
             logits_BMV, hidden = bound.run(_target_inputs(last_B1, proposal, least), inputs)
             forwarded = _penalised(logits_BMV, sampling, proposal, seen), hidden
             return _verify(
-                verifier, sampling, proposal, forwarded, u_BU, most_copied, checks=foreign
+                verifier, sampling, proposal, forwarded, u_BU, most_copied, checks=checks
             )
 
         name = ("verify", bound.name, sampling, verifier.name)
@@ -298,8 +318,6 @@ class BatchRun:
             emitted = rest[depth : depth + accepted + 1]
             walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
             own_BC.append(rest[2 * depth + 1 :])
-        if foreign:
-            self._handover.check_walks(walks, proposal)
         if proposal.num_copied:
             walks = along_copies(proposal, walks, own_BC)
             places = []

@@ -15,7 +15,7 @@ from draftsmith.core.errors import InputError, RequirementError, counted
 from draftsmith.core.sampling import generator
 from draftsmith.decode.choosing import draw
 from draftsmith.decode.expected import CPU
-from draftsmith.decode.handover import check_verdict
+from draftsmith.decode.guest_checks import check_verdict
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.propose.static_tree import draw_children, most_probable
 from draftsmith.decode.tree import Drawing, Tree, chain
