@@ -92,8 +92,6 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         if config.thinking == "drop":
             template = str(tokenizer.chat_template)
             on_main(lambda: write_text_atomic(out / "chat_template.jinja", template))
-        if engine.states is not None and (count := prompts.count()) is not None:
-            engine.states.expected = count * config.num_samples
         if openings is not None:
             drawn = str(draw_prompts(job, openings, run))
             source = StoredPrompts(config, drawn, replace(reader, source=drawn), suites)

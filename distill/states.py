@@ -18,11 +18,10 @@ from draftsmith.core.io import JsonObject, read_manifest
 from draftsmith.core.models import load_model
 from draftsmith.core.ranks import is_main, on_main, say
 from draftsmith.core.settings import Sampling, loading, tokenizing
-from draftsmith.core.state_files import checkpoint_files
+from draftsmith.core.state_store import StateFiles, checkpoint_files
 from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tokenizer
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
-from draftsmith.distill.engines.states import Files
 
 # A text to compare states on, and how many of its tokens two rows share.
 _TEXT = "The states of a text depend on its tokens alone, not on who else is read beside them. " * 8
@@ -60,7 +59,7 @@ def ask(engine: Engine, groups: Iterable[Sequence[Sequence[int]]], first: int = 
     engine.run(requests(), done)
 
 
-def servers(config: DistillConfig, layers: Sequence[int], files: Files) -> Engine:
+def servers(config: DistillConfig, layers: Sequence[int], files: StateFiles) -> Engine:
     """Servers that write states of these layers into `files`, checked by every process.
 
     layers: ascending; the last is the raw last one.
@@ -116,6 +115,7 @@ def _compare(
     rows: Sequence[tuple[Sequence[int], Tensor]],
     tolerance: float,
 ) -> None:
+    """Raise RunError unless states are those of a local forward."""
     dtype = str(rows[0][1].dtype).removeprefix("torch.")
     options = loading(config) | {"device": "cpu", "dtype": dtype}
     model = load_model(config.target, **options)
@@ -126,15 +126,12 @@ def _compare(
         for layer, state_TH in zip(layers, states_LTH, strict=True):
             away = [float(_apart(state_TH, other[0]).median()) for other in local]
             nearest = names[away.index(min(away))]
-            if nearest == -1:
-                what = "its state is the one behind the final norm"
-            elif nearest != layer:
-                what = f"its state is layer {nearest}'s"
-            elif away[layer] > tolerance:
-                what = f"its state differs by {away[layer]:.1%}"
-            else:
-                continue
-            raise RunError(f"states: layer {layer} is not that of the target: {what}")
+            if nearest != layer or away[layer] > tolerance:
+                what = "the final norm's" if nearest == -1 else f"layer {nearest}'s"
+                raise RunError(
+                    f"states: layer {layer} is not that of the target: its state differs by "
+                    f"{away[layer]:.1%} and is nearest to {what}"
+                )
 
 
 def _apart(a_TH: Tensor, b_TH: Tensor) -> Tensor:
@@ -151,7 +148,6 @@ def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
     states = engine.states
     assert states is not None
     manifests = [read_manifest(Path(directory)) for directory in sets]
-    states.expected = sum(manifest["counts"]["rows"] for manifest in manifests)
     asked = 0
 
     def lacking() -> Iterator[Sequence[int]]:
@@ -165,7 +161,8 @@ def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
 
     rows = lacking()
     ask(engine, iter(lambda: list(islice(rows, _TOGETHER)), []))
-    return {"rows": states.expected, "asked": asked}
+    rows_of_all = sum(manifest["counts"]["rows"] for manifest in manifests)
+    return {"rows": rows_of_all, "asked": asked}
 
 
 def write_states(config: StatesConfig) -> JsonObject:

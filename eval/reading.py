@@ -26,7 +26,7 @@ from draftsmith.core.models import vocabulary_size
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from draftsmith.core.state_files import StoredStates, cached_layers
+from draftsmith.core.state_store import StoredStates, cached_layers
 from draftsmith.decode import Tree, takes_trees
 from draftsmith.decode.propose.lookup_first import stands_beside
 from draftsmith.decode.propose.network import fit_vocabulary
@@ -319,9 +319,10 @@ class Reader:
         """
         columns = batch.ids_BT.shape[1]
         if self.states is not None:
-            rows = [self.states.get(row.ids).transpose(0, 1) for row in batch.rows]
+            wanted = cached_layers(layers)
+            rows = [self.states.get(row.ids, wanted).transpose(0, 1) for row in batch.rows]
             states_BTLH = pad_sequence(rows, batch_first=True)[:, :columns].to(self.target.device)
-            stored = dict(zip(cached_layers(layers), states_BTLH.unbind(2), strict=True))
+            stored = dict(zip(wanted, states_BTLH.unbind(2), strict=True))
             return borrow(self.target).project(stored[-1][:, first:]), stored
         # Causal models never see the padding on the right, so nothing need be masked. Without a
         # mask some take every token that equals their padding for padding (XLM).

@@ -13,7 +13,7 @@ from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.runs import Run
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading
-from draftsmith.core.state_files import StoredStates, cached_layers, checkpoint_digest
+from draftsmith.core.state_store import StoredStates, cached_layers, checkpoint_digest
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.load import load_draft
 from draftsmith.eval.acceptance import Continuation
@@ -43,7 +43,7 @@ def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
     read = [draft.hidden_layers for draft in drafts.values() if isinstance(draft, Head)]
     digest = checkpoint_digest(config.target, config.revision)
     layers = cached_layers(sorted(set(chain.from_iterable(read))))
-    states = StoredStates(config.states, target, digest, layers)
+    states = StoredStates(config.states, target, digest)
     methods = [Method.of(tree, "speculative") for tree in config.tree]
     for kind, sets in (("id", config.id), ("ood", config.ood)):
         for directory in sets:
@@ -51,7 +51,7 @@ def _measured(config: StatesEvalConfig) -> Iterator[JsonObject]:
             texts = [
                 Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows
             ]
-            states.require([text.ids for text in texts], 2**31, directory)
+            states.require([text.ids for text in texts], layers, 2**31, directory)
             measured = measure_alphas(
                 target,
                 drafts,

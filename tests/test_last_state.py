@@ -15,7 +15,7 @@ import draftsmith as ds
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import body, body_states, forward_with_states
 from draftsmith.core.models import fingerprint
-from draftsmith.core.state_files import FeatureCache, cached_layers, state_names
+from draftsmith.core.state_store import StateFiles
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability
@@ -23,7 +23,7 @@ from draftsmith.drafts.heads import HEADS, load_head, save_head
 from draftsmith.drafts.heads.block import DFlashHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.train.batch import Batch
-from draftsmith.train.features import FrozenTarget
+from draftsmith.train.frozen_target import FrozenTarget
 from tests.hybrid_models import hybrid
 from tests.tiny_models import random_llama, stirred
 from tests.train_laws import SIZES, tiny_family
@@ -143,31 +143,18 @@ def test_decoding_reads_the_raw_output(native):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_reads_the_raw_output_and_no_older_cache(kind, tmp_path):
-    """Caches of older versions hold the normed state under the number of the last."""
+def test_training_reads_the_raw_output(kind, tmp_path):
     target, ids_BT = tiny_family("llama"), ids_of()
     head = head_of(kind, target)
     assert head.hidden_layers[-1] == LAST
     raw_BTH, final_BTH = hooked(target, "model.layers", ids_BT)
-    layers = cached_layers(head.hidden_layers)
-    cache: dict[str, Any] = {
-        "fingerprint": fingerprint(target),
-        "dtype": torch.float32,
-        "max_bytes": 2**22,
-    }
-    older = FeatureCache(tmp_path, layers=layers, **cache)
-    for row in ids_BT.tolist():
-        older.put(row, torch.zeros(len(layers), len(row), SIZES["hidden_size"]))
-    older.flush()
-    named = FeatureCache(tmp_path, layers=state_names(target, layers), **cache)
     batch = Batch(ids_BT, ids_BT)
-    for frozen in (
-        FrozenTarget(target, head.hidden_layers),
-        FrozenTarget(target, head.hidden_layers, cache=named),
-    ):
+    files = StateFiles(tmp_path, fingerprint(target), torch.float32)
+    for store in (None, files, files):
+        frozen = FrozenTarget(target, head.hidden_layers, states=store)
         states, last_BTH = frozen.read(batch)
         torch.testing.assert_close(states[-1][:, :-1], raw_BTH[:, :-1], atol=1e-5, rtol=0)
-        if frozen.cache is None:
+        if store is None:
             torch.testing.assert_close(last_BTH, final_BTH, atol=1e-5, rtol=0)
 
 

@@ -17,9 +17,8 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import body_states, final_norm, layout_of
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling
-from draftsmith.core.state_files import (
-    RAW_LAST,
-    FeatureCache,
+from draftsmith.core.state_store import (
+    StateFiles,
     StoredStates,
     cached_layers,
     checkpoint_digest,
@@ -67,19 +66,13 @@ def pair(tmp_path_factory):
 
 def write(directory: Path, target: Any, layers: Any, last: int = 0, **changes: Any) -> None:
     """States of `ROWS` as an engine gives them: without `last` tokens."""
-    names = [RAW_LAST if layer == layout_of(target).count - 1 else layer for layer in layers]
-    options: dict[str, Any] = {
-        "fingerprint": DIGEST,
-        "layers": names,
-        "dtype": torch.float32,
-    } | changes
-    cache = FeatureCache(directory, max_bytes=2**22, **options)
+    options: dict[str, Any] = {"fingerprint": DIGEST, "dtype": torch.float32} | changes
+    files = StateFiles(directory, **options)
     for prompt, response in ROWS:
         ids = [*prompt, *response]
         with torch.no_grad():
             states = body_states(target, layers, input_ids=torch.tensor([ids]))
-        cache.put(ids, torch.cat(states)[:, : len(ids) - last])
-    cache.flush()
+        files.put(ids, layers, torch.cat(states)[:, : len(ids) - last])
 
 
 def rows() -> list[list[int]]:
@@ -87,8 +80,8 @@ def rows() -> list[list[int]]:
 
 
 def stored(directory: Path, ends: Any, layers: Any, length: int = 99) -> StoredStates:
-    found = StoredStates(directory, ends, DIGEST, layers)
-    found.require(rows(), length, "data")
+    found = StoredStates(directory, ends, DIGEST)
+    found.require(rows(), layers, length, "data")
     return found
 
 
@@ -102,7 +95,7 @@ def test_losses_are_those_beside_the_target(kind, pair, tmp_path):
     write(tmp_path / "engine", target, sorted({*layers, 4} - {-1}), last=1)
     for road in ("local", "engine"):
         cache = stored(tmp_path / road, ends, layers)
-        found = trainee_of(kind, ends, cache=cache)(batch_of(ROWS))
+        found = trainee_of(kind, ends, states=cache)(batch_of(ROWS))
         torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found.depth_alpha_D, wanted.depth_alpha_D, atol=1e-5, rtol=1e-5)
 
@@ -114,21 +107,20 @@ def test_a_local_run_goes_on_with_files_of_an_engine(pair, tmp_path):
     wanted = trainee_of("eagle3", target)(batch_of(ROWS))
     write(tmp_path, target, sorted({*layers, 4} - {-1}), last=1)
     for _ in range(2):
-        cache = FeatureCache(tmp_path, DIGEST, layers, torch.float32, 2**22)
-        found = trainee_of("eagle3", target, cache=cache)(batch_of(ROWS))
+        files = StateFiles(tmp_path, DIGEST, torch.float32)
+        found = trainee_of("eagle3", target, states=files)(batch_of(ROWS))
         torch.testing.assert_close(found.loss, wanted.loss, atol=1e-5, rtol=1e-5)
-        cache.flush()
 
 
 def test_eight_bits_round_each_token_by_its_largest_value(pair, tmp_path):
     """Files of 8 bits are found by themselves, and those of the target's dtype come first."""
     target, ends = pair
     write(tmp_path, target, (2, 4), last=1, eight_bits=True)
-    rounded = [stored(tmp_path, ends, (2, 4)).get(ids) for ids in rows()]
+    rounded = [stored(tmp_path, ends, (2, 4)).get(ids, (2, 4)) for ids in rows()]
     files = [file.stat().st_size for file in tmp_path.rglob("*.safetensors")]
     write(tmp_path, target, (2, 4), last=1)
     for found, ids in zip(rounded, rows(), strict=True):
-        exact = stored(tmp_path, ends, (2, 4)).get(ids)
+        exact = stored(tmp_path, ends, (2, 4)).get(ids, (2, 4))
         largest = exact.abs().amax(-1, keepdim=True)
         assert found.dtype == exact.dtype and not torch.equal(found, exact)
         assert ((found - exact).abs() <= largest / 253).all()
@@ -141,7 +133,7 @@ def test_a_row_that_is_cut_has_the_states_of_the_whole(pair, tmp_path):
     cut = stored(tmp_path, ends, (2, -1), length=5)
     whole = stored(tmp_path, ends, (2, -1))
     for ids in rows():
-        assert torch.equal(cut.get(ids[:5]), whole.get(ids)[:, :5])
+        assert torch.equal(cut.get(ids[:5], (2, -1)), whole.get(ids, (2, -1))[:, :5])
 
 
 def test_what_is_missing_is_one_line(pair, tmp_path):
@@ -149,23 +141,23 @@ def test_what_is_missing_is_one_line(pair, tmp_path):
     write(tmp_path, target, (1, 2, 4))
     with pytest.raises(InputError, match=r"4 of 4 rows of `data` lack states \(row 1 lacks 3 and"):
         stored(tmp_path, ends, (2, 3, -1))
-    found = StoredStates(tmp_path, ends, DIGEST, (2, -1))
-    said = r"2 of 6 rows of `heldout` lack states \(row 5 lacks 2, last and has none\)"
+    found = StoredStates(tmp_path, ends, DIGEST)
+    said = r"2 of 6 rows of `heldout` lack states \(row 5 lacks 2, -1 and has none\)"
     with pytest.raises(InputError, match=said):
-        found.require([*rows(), [1, 2, 3], [4, 4]], 99, "heldout")
+        found.require([*rows(), [1, 2, 3], [4, 4]], (2, -1), 99, "heldout")
     with pytest.raises(InputError, match="holds the states of another target; name the checkpoint"):
-        StoredStates(tmp_path, ends, "e" * 16, (2, -1))
+        StoredStates(tmp_path, ends, "e" * 16)
     with pytest.raises(InputError, match="holds no states; write them with"):
-        StoredStates(tmp_path / "none", ends, DIGEST, (2, -1))
+        StoredStates(tmp_path / "none", ends, DIGEST)
     write(tmp_path / "half", target, (2, 4), dtype=torch.bfloat16)
     with pytest.raises(InputError, match="in bfloat16; give --dtype bfloat16"):
-        StoredStates(tmp_path / "half", ends, DIGEST, (2, -1))
-    (shard,) = tmp_path.glob("*/*.safetensors")
+        StoredStates(tmp_path / "half", ends, DIGEST)
+    shard = found.file(rows()[0])
     content = bytearray(shard.read_bytes())
     content[-9] ^= 1
     shard.write_bytes(content)
     with pytest.raises(InputError, match="is damaged; delete it"):
-        stored(tmp_path, ends, (2, -1)).get(rows()[0])
+        stored(tmp_path, ends, (2, -1)).get(rows()[0], (2, -1))
     assert shard.exists()
 
 
@@ -260,13 +252,12 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
         save_head(stirred(Eagle3Head.fresh(target)), draft)
     rows = [row for row in rows_of(distilled)]
     digest = checkpoint_digest(target_dir)
-    cache = FeatureCache(tmp_path / "states", digest, (0, 1, RAW_LAST), torch.float32, 2**24)
+    cache = StateFiles(tmp_path / "states", digest, torch.float32)
     for row in rows:
         ids = [*row["prompt_ids"], *row["response_ids"]]
         with torch.no_grad():
             found = body_states(target, (0, 1, 2), input_ids=torch.tensor([ids[:-1]]))
-        cache.put(ids, torch.cat(found))
-    cache.flush()
+        cache.put(ids, (0, 1, 2), torch.cat(found))
     words = (
         f"eval --states {tmp_path / 'states'} --target {target_dir} --draft mine={draft}".split()
     )

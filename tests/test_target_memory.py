@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.core.hidden_states import body_states
 from draftsmith.core.models import memory_bytes
-from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
+from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.drafts.heads.eagle3 import aux_layers
 from tests.conftest import tiny_tokenizer
 from tests.distilled import rows_of
@@ -78,14 +78,12 @@ def write_states(directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(directory / "target", dtype=torch.float32)
     layers = (*aux_layers(LAYERS), LAYERS)
     digest = checkpoint_digest(str(directory / "target"))
-    names: list[int | str] = [*layers[:-1], RAW_LAST]
-    cache = FeatureCache(directory / "states", digest, names, torch.float32, 2**28)
+    files = StateFiles(directory / "states", digest, torch.float32)
     for row in rows_of(directory / "set"):
         ids = [*row["prompt_ids"], *row["response_ids"]]
         with torch.no_grad():
             states = body_states(model, layers, input_ids=torch.tensor([ids[:-1]]))
-        cache.put(ids, torch.cat(states))
-    cache.flush()
+        files.put(ids, layers, torch.cat(states))
 
 
 @pytest.mark.slow(60)

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, Cache, DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import fingerprint
-from draftsmith.core.state_files import FeatureCache, cached_layers
+from draftsmith.core.state_store import StateFiles
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
@@ -395,42 +395,37 @@ def states(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(2, tokens, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def cache_at(directory: Path, **changes: Any) -> FeatureCache:
+def cache_at(directory: Path, **changes: Any) -> StateFiles:
     options: dict[str, Any] = {
         "fingerprint": "a" * 16,
-        "layers": (1, -1),
         "dtype": torch.float32,
         "max_bytes": 2**20,
     }
-    return FeatureCache(directory, **(options | changes))
+    return StateFiles(directory, **(options | changes))
 
 
 def test_a_cached_row_is_found_by_the_same_key_only(tmp_path):
     cache = cache_at(tmp_path)
-    cache.put([1, 2, 3], states(0, 3))
-    assert cache.get([1, 2, 3]) is not None
-    cache.flush()
-    for again in (cache, cache_at(tmp_path), cache_at(tmp_path, process=1, processes=2)):
-        found = again.get([1, 2, 3])
+    cache.put([1, 2, 3], (1, -1), states(0, 3))
+    for again in (cache, cache_at(tmp_path), cache_at(tmp_path, processes=2)):
+        found = again.get([1, 2, 3], (1, -1))
         assert found is not None and torch.equal(found, states(0, 3))
-        assert again.get([1, 2]) is None and again.get([1, 2, 4]) is None
-    for changes in ({"fingerprint": "b" * 16}, {"layers": (2, -1)}, {"dtype": torch.bfloat16}):
-        assert cache_at(tmp_path, **changes).get([1, 2, 3]) is None
+        assert again.get([1, 2], (1, -1)) is None and again.get([1, 2, 4], (1, -1)) is None
+    assert cache.get([1, 2, 3], (2, -1)) is None
+    for changes in ({"fingerprint": "b" * 16}, {"dtype": torch.bfloat16}):
+        assert cache_at(tmp_path, **changes).get([1, 2, 3], (1, -1)) is None
 
 
 def test_drafts_that_read_some_of_the_same_layers_share_them(tmp_path):
     cache = cache_at(tmp_path)
-    cache.put([1, 2, 3], states(0, 3))
-    cache.flush()
+    cache.put([1, 2, 3], (1, -1), states(0, 3))
     size = on_disk(tmp_path)
-    last = cache_at(tmp_path, layers=(-1,)).get([1, 2, 3])
+    last = cache.get([1, 2, 3], (-1,))
     assert last is not None and torch.equal(last, states(0, 3)[1:])
-    wider = cache_at(tmp_path, layers=(1, 2, -1))
-    assert wider.get([1, 2, 3]) is None
-    wider.put([1, 2, 3], torch.cat([states(0, 3)[:1], states(1, 3)]))
-    wider.flush()
+    assert cache.get([1, 2, 3], (1, 2, -1)) is None
+    cache.put([1, 2, 3], (1, 2, -1), torch.cat([states(0, 3)[:1], states(1, 3)]))
     assert on_disk(tmp_path) < 1.9 * size
-    swapped = cache_at(tmp_path, layers=(-1, 1)).get([1, 2, 3])
+    swapped = cache.get([1, 2, 3], (-1, 1))
     assert swapped is not None and torch.equal(swapped, states(0, 3).flip(0))
 
 
@@ -441,34 +436,26 @@ def on_disk(directory: Path) -> int:
 @pytest.mark.parametrize("processes", [1, 3])
 def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, processes):
     bound = 60_000
-    caches = [
-        cache_at(tmp_path, max_bytes=bound, process=i, processes=processes)
-        for i in range(processes)
-    ]
+    caches = [cache_at(tmp_path, max_bytes=bound, processes=processes) for _ in range(processes)]
     for number in range(90):
-        caches[number % processes].put([number] * 10, states(number, 10))
+        caches[number % processes].put([number] * 10, (1, -1), states(number, 10))
         assert on_disk(tmp_path) <= bound
-    for cache in caches:
-        cache.flush()
     assert 0.6 * bound < on_disk(tmp_path) <= bound
     again = cache_at(tmp_path, max_bytes=bound)
-    hits = [number for number in range(90) if again.get([number] * 10) is not None]
+    hits = [number for number in range(90) if again.get([number] * 10, (1, -1)) is not None]
     assert len(hits) > 20 and hits == list(range(len(hits)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_kind
 def test_training_on_cached_features_is_training_on_features(kind, dtype, target, tmp_path):
-    layers = cached_layers(fresh(kind, target).hidden_layers)
     online = trainee_of(kind, target)(batch_of(ROWS))
 
-    def cache() -> FeatureCache:
-        return FeatureCache(tmp_path, fingerprint(target), layers, dtype, 2**22)
+    def cache() -> StateFiles:
+        return StateFiles(tmp_path, fingerprint(target), dtype)
 
-    made = cache()
-    first = trainee_of(kind, target, cache=made)(batch_of(ROWS))
-    made.flush()
-    found = trainee_of(kind, target, cache=cache(), packing=True)
+    first = trainee_of(kind, target, states=cache())(batch_of(ROWS))
+    found = trainee_of(kind, target, states=cache(), packing=True)
     # A target that is not asked cannot answer.
     found.target.model.base_model.forward, asked = _refuse, found.target.model.base_model.forward
     try:

@@ -20,7 +20,7 @@ from draftsmith.distill.config import StatesConfig
 from draftsmith.distill.engines import openai
 from draftsmith.distill.states import write_states
 from draftsmith.drafts.heads.eagle3 import aux_layers
-from draftsmith.train import online_states
+from draftsmith.train import states_ahead
 from draftsmith.train.config import HeadOptions, Optim, TrainConfig
 from draftsmith.train.training_run import train
 from tests import test_distill_vllm
@@ -160,7 +160,7 @@ def test_it_learns_as_beside_the_target(pair, far, tmp_path):
 def dying(tokenizer, monkeypatch):
     """`dying(states)`: a server that is gone after some rows."""
     monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(online_states, "_CONCURRENCY", 4)
+    monkeypatch.setattr(states_ahead, "_CONCURRENCY", 4)
 
     @contextmanager
     def dies(states: Callable[[list[int]], str]) -> Iterator[Server]:

@@ -28,14 +28,15 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.ranks import groups, own_group, say, with_target
+from draftsmith.core.ranks import groups, say, with_target
 from draftsmith.core.record import RECORD
-from draftsmith.core.state_files import (
-    FeatureCache,
+from draftsmith.core.state_store import (
+    StateFiles,
+    StateMemory,
+    StateStore,
     StoredStates,
     cached_layers,
     checkpoint_digest,
-    state_names,
 )
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.drafts.draft_vocabulary import (
@@ -60,9 +61,8 @@ from draftsmith.drafts.make.size import filled, too_costly
 from draftsmith.train import parallel
 from draftsmith.train.config import VOCABULARY_KINDS, TrainConfig
 from draftsmith.train.data import Examples
-from draftsmith.train.features import StateMemory
 from draftsmith.train.job import TrainingJob
-from draftsmith.train.online_states import OnlineStates
+from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees import TRAINEES
 
@@ -256,15 +256,17 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
     config = job.config
     device = job.world.device
     draft.to(device)  # type: ignore[arg-type]
-    cache = None if job.target is None else feature_cache(job, draft, job.target)
-    given: dict[str, Any] = {"packing": config.packing, "cache": cache}
+    states: StateStore | None = None
+    if job.target is not None:
+        states = state_files(job, draft, job.target)
+        # On a CPU only: documents run one at a time, which would leave another device idle.
+        if states is None and device.type == "cpu" and isinstance(draft, PreTrainedModel):
+            states = StateMemory(_MEMORY_BYTES, job.target.dtype, _reuses_states(job))
+    given: dict[str, Any] = {"packing": config.packing, "states": states}
     if not isinstance(draft, PreTrainedModel):
         given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
         if config.gradient_checkpointing:
             cast(FeatureHead, draft).gradient_checkpointing = True
-    elif device.type == "cpu" and cache is None:
-        # On a CPU only: documents run one at a time, which would leave another device idle.
-        given["memory"] = StateMemory(_MEMORY_BYTES, _reuses_states(job))
     trainee = TRAINEES[config.kind](draft, job.objective, job.target, **given)
     if config.gradient_checkpointing and isinstance(draft, PreTrainedModel):
         draft.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -297,9 +299,7 @@ def _reuses_states(job: TrainingJob) -> bool:
     return repeat and job.objective.needs_target
 
 
-def feature_cache(
-    job: TrainingJob, draft: Draft, target: PreTrainedModel
-) -> FeatureCache | StoredStates | None:
+def state_files(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> StateFiles | None:
     """The target's states in files, as the options have them."""
     config = job.config
     options = config.head
@@ -309,11 +309,11 @@ def feature_cache(
         assert config.states is not None
         make_dir(Path(config.states), "states")
         _say_size(job, layers, target, config.states, f"{limit_gib:g} may be used (states_gib)")
-        return OnlineStates(job, layers, int(limit_gib * 2**30))
+        return StatesAhead(job, layers, int(limit_gib * 2**30))
     if config.states is not None:
-        states = StoredStates(config.states, target, job.identity["states"], layers)
+        states = StoredStates(config.states, target, job.identity["states"])
         for option, examples in (("data", job.training), ("heldout", job.heldout)):
-            states.require(examples.tokens(), config.max_length, option)
+            states.require(examples.tokens(), layers, config.max_length, option)
         return states
     if options.features is None:
         return None
@@ -326,15 +326,8 @@ def feature_cache(
     if is_divided(target):
         # Sums that are made in shares round otherwise.
         digest = f"{digest}/{config.target_parallel}"
-    return FeatureCache(
-        options.features,
-        fingerprint=digest,
-        layers=state_names(target, layers),
-        dtype=target.dtype,
-        max_bytes=int(limit_gib * 2**30),
-        process=own_group(),
-        processes=groups(),
-    )
+    limit = int(limit_gib * 2**30)
+    return StateFiles(options.features, digest, target.dtype, max_bytes=limit, processes=groups())
 
 
 def _say_size(

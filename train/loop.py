@@ -28,9 +28,9 @@ from draftsmith.train import checkpoint, parallel
 from draftsmith.train.batch import Batch, LossSums
 from draftsmith.train.batches import collate, heldout_batches, make_batches, reads
 from draftsmith.train.job import Position, TrainingJob
-from draftsmith.train.online_states import OnlineStates
 from draftsmith.train.optimizer import learning_rate, make_optimizer, shortened_rate
 from draftsmith.train.parallel import Copies
+from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.tracking import curve_names, log_again
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.world import World
@@ -153,12 +153,13 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
     if a number is not finite or memory runs out.
     """
     run = Progress()
-    cache = None if trainee.target is None else trainee.target.cache
+    states = None if trainee.target is None else trainee.target.states
+    ahead = states if isinstance(states, StatesAhead) else None
     try:
         wrapped = _start(job, trainee, run)
-        if isinstance(cache, OnlineStates):
+        if ahead is not None:
             taught = job.config.kind != "lm" or job.objective.needs_target
-            cache.begin(reads(job, run.position.step, training=taught))
+            ahead.begin(reads(job, run.position.step, training=taught))
         trainee.train()
         stop.held = True
         if run.position.step == 0:
@@ -180,16 +181,16 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
                 by = "alpha" if "heldout_alpha" in position.best_figures else "loss"
                 figure = f"best held-out {by} {position.best_figures[f'heldout_{by}']:.3f}"
                 figure += f" at step {position.best_step}"
-                if isinstance(cache, OnlineStates):
-                    figure += f", waited {cache.waited():.0%} for states"
+                if ahead is not None:
+                    figure += f", waited {ahead.waited():.0%} for states"
                 advance(1, f"loss {figures['loss']:.3f} {figure}")
     except Exception as error:
         if isinstance(error, RunError) or not ran_out(error):
             raise
         raise _out_of_memory(job, run.position.step) from None
     finally:
-        if cache is not None:
-            cache.close()
+        if ahead is not None:
+            ahead.close()
     stop.held = False
     return run
 

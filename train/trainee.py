@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from draftsmith.drafts.load import Draft
 from draftsmith.train.batch import Batch, LossSums
 from draftsmith.train.chunked import TokenLoss
-from draftsmith.train.features import FrozenTarget
+from draftsmith.train.frozen_target import FrozenTarget
 from draftsmith.train.objective import Objective
 
 

@@ -49,7 +49,7 @@ from draftsmith.core.runs import Run, claim, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
-from draftsmith.core.state_files import checkpoint_digest
+from draftsmith.core.state_store import checkpoint_digest
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
 from draftsmith.core.wandb_runs import check_tracker
@@ -73,9 +73,9 @@ from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.loop import Progress, fit
 from draftsmith.train.losses import LossFn
 from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
-from draftsmith.train.online_states import OnlineStates
 from draftsmith.train.optimizer import Cut, by_module, hidden_matrices, usual_rate
 from draftsmith.train.parallel import load_weights
+from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.trainee import Trainee
 from draftsmith.train.trainees.block import BlockTrainee, calibrate
 from draftsmith.train.world import make_world
@@ -431,17 +431,18 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     assert target is not None
     rows = range(min(len(job.heldout), _CALIBRATION_ROWS))
     size = min(config.batch_size, (len(rows) + 1) // 2)
-    cache = None
+    states = None
     if config.states is not None:
-        cache = draft_setup.feature_cache(job, head, target)
-    if isinstance(cache, OnlineStates):
-        cache.begin(tokens_of(job.heldout, rows))
-    trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing, cache)
+        states = draft_setup.state_files(job, head, target)
+    ahead = states if isinstance(states, StatesAhead) else None
+    if ahead is not None:
+        ahead.begin(tokens_of(job.heldout, rows))
+    trainee = BlockTrainee(head.to(target.device), job.objective, target, config.packing, states)
     groups = [rows[at : at + size] for at in range(0, len(rows), size)]
     batches = (collate(job.heldout, group).to(target.device) for group in groups)
     figures = calibrate(trainee, batches)
-    if cache is not None:
-        cache.close()
+    if ahead is not None:
+        ahead.close()
     head.to("cpu")
     say(
         f"train: confidence: calibration error {figures['confidence_error_raw']:.3f}, with "

@@ -22,7 +22,7 @@ from draftsmith.core.settings import (
 )
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.engines.states import StateWriter
+from draftsmith.distill.engines.state_writer import StateWriter
 
 # Batches of answers that a killed run may lose. A wave is refilled only from itself, so that a
 # repeated wave gives the same bytes. Smaller waves waste more time on batches that run empty.
@@ -113,9 +113,8 @@ class Engine(Protocol):
         yield ""
 
     def close(self) -> None:
-        """Release what the engine holds outside this process, and write states that it holds."""
-        if self.states is not None:
-            self.states.flush()
+        """Release what the engine holds outside this process."""
+        return
 
 
 Maker = Callable[[DistillConfig, Tokenizer], Engine]

@@ -32,7 +32,7 @@ from draftsmith.distill.engines import (
 )
 from draftsmith.distill.engines.replies import client_options, key_of
 from draftsmith.distill.engines.server import Answered, Completion, NoAnswer, Server
-from draftsmith.distill.engines.states import StateWriter
+from draftsmith.distill.engines.state_writer import StateWriter
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
 # run ends.

@@ -35,7 +35,7 @@ from draftsmith.core.teacher_rows import pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
-from draftsmith.distill.engines.states import WITH_ANSWER, taken
+from draftsmith.distill.engines.state_writer import WITH_ANSWER, taken
 
 _LIST_TIMEOUT_S = 30.0
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is

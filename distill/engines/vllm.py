@@ -22,7 +22,7 @@ from draftsmith.distill.engines import (
     RemoteTarget,
     sampling_of,
 )
-from draftsmith.distill.engines.states import WITH_ANSWER, StateWriter
+from draftsmith.distill.engines.state_writer import WITH_ANSWER, StateWriter
 
 # Requests handed to vLLM at a time: enough to keep its batch full; bounds the memory.
 _TOGETHER = 4096

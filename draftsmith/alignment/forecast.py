@@ -20,6 +20,7 @@ from draftsmith.core.devices import resolve_device
 from draftsmith.core.ranks import groups, say
 from draftsmith.core.record import read_record
 from draftsmith.core.sampling import Sampling
+from draftsmith.core.state_store import StateMemory
 from draftsmith.decode import PROPOSERS, SpeculativeDecoder, Tree, parse_tree
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.draft_vocabulary import (
@@ -33,7 +34,6 @@ from draftsmith.drafts.load import Draft, LoadedModels, depth_limit, kind_of
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.draft_setup import is_untrained
-from draftsmith.train.features import StateMemory
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.optimizer import make_optimizer
 from draftsmith.train.trainees import TRAINEES
@@ -237,7 +237,7 @@ def _row_s(
     assert trainee.target is not None
     began = read = 0.0
     for _ in range(2):  # the first time kernels are loaded
-        trainee.target.memory = StateMemory(sys.maxsize, training=True)
+        trainee.target.states = StateMemory(sys.maxsize, target.dtype, for_training=True)
         began = _now(target)
         trainee.target.read(batch)
         read = _now(target)

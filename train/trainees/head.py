@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.core.state_files import FeatureCache, StoredStates
+from draftsmith.core.state_store import StateStore
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary, drafted_rows
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.eagle import EagleHead
@@ -30,7 +30,7 @@ from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.train.batch import IGNORE, Batch, LossSums
 from draftsmith.train.chunked import LowRank, Output
-from draftsmith.train.features import FrozenTarget
+from draftsmith.train.frozen_target import FrozenTarget
 from draftsmith.train.objective import Objective
 from draftsmith.train.teacher import LiveTeacher
 from draftsmith.train.trainee import Trainee
@@ -112,7 +112,8 @@ class HeadTrainee(Trainee):
     """Base of the head trainees: sums the objective over the depths of a head.
 
     A kind of head defines `drafts`, and overrides `output_at` or `forward` where it differs.
-    packing: whether batches will be packed. cache: of the target's states. step_decay: weight of a
+    packing: whether batches will be packed. states: where the target's are
+    kept. step_decay: weight of a
     depth relative to the depth before.
     """
 
@@ -125,13 +126,13 @@ class HeadTrainee(Trainee):
         objective: Objective,
         target: PreTrainedModel,
         packing: bool = False,
-        cache: FeatureCache | StoredStates | None = None,
+        states: StateStore | None = None,
         chunk: int | None = None,
         step_decay: float = STEP_DECAY,
     ) -> None:
         super().__init__(draft, objective, chunk)
         self.step_decay = step_decay
-        self.target = FrozenTarget(target, draft.hidden_layers, packing, cache)
+        self.target = FrozenTarget(target, draft.hidden_layers, packing, states)
 
     def count(self, batch: Batch) -> Tensor:
         """Count the pairs at depth 1, by which the loss is divided, without a forward."""

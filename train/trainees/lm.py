@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.hidden_states import body
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.state_files import FeatureCache, StoredStates
+from draftsmith.core.state_store import StateStore
 from draftsmith.drafts.draft_vocabulary import draft_rows, draft_vocabulary, drafted_rows
 from draftsmith.train.batch import IGNORE, Batch, LossSums, forward_options, packing_method
 from draftsmith.train.chunked import Output
-from draftsmith.train.features import FrozenTarget, StateMemory
+from draftsmith.train.frozen_target import FrozenTarget
 from draftsmith.train.objective import Objective
 from draftsmith.train.teacher import LiveTeacher, Teacher, find_projection, teacher_for_draft
 from draftsmith.train.trainee import Trainee
@@ -24,8 +24,8 @@ class LMTrainee(Trainee):
     """A language model as the draft.
 
     target: the live teacher; None if the objective needs none or batches bring stored rows.
-    packing: whether batches will be packed. cache, memory: hidden states of the target, on disk and
-    in memory.
+    packing: whether batches will be packed. states: where those of the target are
+    kept.
 
     With a draft vocabulary, the draft trains on the target's distribution renormalised to it, as
     EAGLE-3 heads do, and `ce` skips tokens outside it. Raise InputError if a model cannot be
@@ -41,8 +41,7 @@ class LMTrainee(Trainee):
         target: PreTrainedModel | None = None,
         packing: bool = False,
         chunk: int | None = None,
-        cache: FeatureCache | StoredStates | None = None,
-        memory: StateMemory | None = None,
+        states: StateStore | None = None,
     ) -> None:
         super().__init__(draft, objective, chunk)
         self.ids_D = draft_vocabulary(draft)
@@ -50,9 +49,7 @@ class LMTrainee(Trainee):
         self.packing = packing_method(draft, "draft") if packing else None
         self.target = None
         if target is not None:
-            self.target = FrozenTarget(
-                target, layers=(-1,), packing=packing, cache=cache, memory=memory
-            )
+            self.target = FrozenTarget(target, (-1,), packing, states)
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.labels_BT != IGNORE).sum()

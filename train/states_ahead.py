@@ -13,18 +13,15 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
-from draftsmith.core.io import hash_json, make_dir, writing
+from draftsmith.core.io import hash_json, make_dir
 from draftsmith.core.ranks import groups, own_group, say
 from draftsmith.core.settings import loading
-from draftsmith.core.state_files import RAW_LAST, StoredStates
+from draftsmith.core.state_store import StoredStates
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.states import ask, servers
 from draftsmith.train.config import TrainConfig
@@ -47,16 +44,15 @@ _LEAVE_S = 5.0
 @dataclass
 class _Document:
     """size: bytes of its own file, 0 if it was here before. here: whether it can be read. reads:
-    how often it will be, as far as was asked ahead. keys: of what its own file holds.
+    how often it will be, as far as was asked ahead.
     """
 
     size: int
     here: bool
     reads: int = 0
-    keys: Sequence[str] = ()
 
 
-class OnlineStates(StoredStates):
+class StatesAhead(StoredStates):
     """`--states_from`: what the files of `--states` lack comes from servers.
 
     Own files are in a directory of this process, which is empty when it begins and gone when it
@@ -67,11 +63,11 @@ class OnlineStates(StoredStates):
     def __init__(self, job: TrainingJob, layers: Sequence[int], max_bytes: int) -> None:
         config = job.config
         assert config.states is not None and job.target is not None
-        super().__init__(config.states, job.target, job.identity["states"], layers)
+        super().__init__(config.states, job.target, job.identity["states"])
         layout = layout_of(job.target)
         last = layout.count - 1
-        given = {last if layer in (-1, RAW_LAST) else int(layer) for layer in self.layers}
-        self._names = [RAW_LAST if layer == last else layer for layer in sorted(given)]
+        given = sorted({last if layer == -1 else layer for layer in layers})
+        self._layers = tuple(layers)
         self._token_bytes = _TOKEN_BYTES + len(given) * layout.width * self.dtype.itemsize
         self._length = config.max_length
         self._limit = max_bytes // groups()
@@ -81,8 +77,8 @@ class OnlineStates(StoredStates):
             raise InputError(f"states_gib: a row of {longest} tokens takes {needed:.2g}; give more")
         run = f"online-{hash_json(str(Path(config.out).absolute()))[:16]}"
         self._own = Path(config.states) / run / str(own_group())
-        # In the order of asking.
-        self._documents: dict[str, _Document] = {}
+        # In the order of asking, by their own files.
+        self._documents: dict[Path, _Document] = {}
         # Bytes of own files, and of those among them that are still to be read.
         self._used = self._ahead = 0
         self._changed = threading.Condition()
@@ -92,7 +88,7 @@ class OnlineStates(StoredStates):
         self._waited_s = 0.0
         self._thread: threading.Thread | None = None
         try:
-            self._servers = servers(_asking(config), sorted(given), self)
+            self._servers = servers(_asking(config), given, self)
         except InputError as error:
             reason = str(error).removeprefix("endpoint: ")
             raise InputError(f"states_from: {reason}") from None
@@ -110,39 +106,36 @@ class OnlineStates(StoredStates):
         """The share of the time since `begin` that `get` waited."""
         return self._waited_s / (time.monotonic() - self._began)
 
-    def get(self, ids: Sequence[int]) -> Tensor:
-        """The states `[L, T, H]` of the next document, once they are here.
+    def file(self, ids: Sequence[int]) -> Path:
+        own = self._own_file(ids)
+        document = self._documents.get(own)
+        return own if document is not None and document.size else super().file(ids)
+
+    def get(self, ids: Sequence[int], layers: Sequence[int]) -> Tensor:
+        """Return the states `[L, T, H]` of the next document, once they are here.
 
         Raise what ended the asking if they will not come.
         """
-        key = self._key(ids)
+        own = self._own_file(ids)
         began = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._is_here(key) or self._error is not None)
+            self._changed.wait_for(lambda: self._is_here(own) or self._error is not None)
             self._waited_s += time.monotonic() - began
-            if self._error is not None and not self._is_here(key):
+            if self._error is not None and not self._is_here(own):
                 raise self._error
-        states_LTH = super().get(ids)
+        states_LTH = super().get(ids, layers)
         with self._changed:
-            document = self._documents[key]
+            document = self._documents[own]
             document.reads -= 1
-            if document.size and not document.reads:
+            if not document.reads:
                 self._ahead -= document.size
-                self._readers.pop(self._file(key), None)
         return states_LTH
 
-    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None:
+    def put(self, ids: Sequence[int], layers: Sequence[int], states_LTH: Tensor) -> None:
         """Take in what a server wrote."""
-        key = self._key(ids)
-        file = self._file(key)
-        states = zip(self._names, states_LTH, strict=True)
-        tensors = {self.key(ids, name): self._stored(state_TH) for name, state_TH in states}
-        with writing(file):
-            file.write_bytes(save(tensors))
+        super().put(ids, layers, states_LTH)
         with self._changed:
-            self._file_of |= dict.fromkeys(tensors, file)
-            self._documents[key].keys = tuple(tensors)
-            self._documents[key].here = True
+            self._documents[self._own_file(ids)].here = True
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -186,19 +179,19 @@ class OnlineStates(StoredStates):
         if there is no room for it yet, or nothing more is read.
         """
         ids = whole[: self._length]
-        key = self._key(ids)
+        own = self._own_file(ids)
         with self._changed:
-            document = self._documents.get(key)
+            document = self._documents.get(own)
             if document is None:
-                size = 0 if self._was_here(whole) else self._size(len(ids))
+                was_here = self.finds(whole, self._layers, self._length)
+                size = 0 if was_here else self._size(len(ids))
                 if self._closed or not self._make_room(size):
                     return False
-                document = self._documents[key] = _Document(size, here=not size)
+                document = self._documents[own] = _Document(size, here=was_here)
                 self._used += size
-                if size:
+                if not was_here:
                     group.append(ids)
-                else:
-                    self._changed.notify_all()
+                self._changed.notify_all()
             if not document.reads:
                 self._ahead += document.size
             document.reads += 1
@@ -209,37 +202,23 @@ class OnlineStates(StoredStates):
             return True
         if self._ahead and self._ahead + size > self._limit // _AHEAD:
             return False
-        for key, document in reversed(list(self._documents.items())):
+        for own, document in reversed(list(self._documents.items())):
             if document.here and document.size and not document.reads:
-                del self._documents[key]
+                del self._documents[own]
                 self._used -= document.size
-                for name in document.keys:
-                    del self._file_of[name]
-                self._file(key).unlink()
+                own.unlink()
             if self._used + size <= self._limit:
                 return True
         return False
 
-    def _was_here(self, whole: Sequence[int]) -> bool:
-        return all([self._find(whole, self._length, layer) for layer in self.layers])
+    def _is_here(self, own: Path) -> bool:
+        return own in self._documents and self._documents[own].here
 
-    def _is_here(self, key: str) -> bool:
-        return key in self._documents and self._documents[key].here
-
-    def _key(self, ids: Sequence[int]) -> str:
-        return self.key(ids, RAW_LAST)
-
-    def _file(self, key: str) -> Path:
-        return self._own / f"{key}.safetensors"
+    def _own_file(self, ids: Sequence[int]) -> Path:
+        return self._own / f"{hash_json(list(ids))}.safetensors"
 
     def _size(self, tokens: int) -> int:
         return _FILE_BYTES + tokens * self._token_bytes
-
-    def _open(self, file: Path) -> Any:
-        # Own files were whole when they came in.
-        if file.parent == self._own:
-            return safe_open(file, framework="pt")
-        return super()._open(file)
 
     def _check_any(self) -> None:
         """What is not here is asked for."""

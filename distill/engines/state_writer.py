@@ -8,11 +8,8 @@ Legend: T tokens, L layers, H hidden size.
 """
 
 import fcntl
-import shutil
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -21,30 +18,14 @@ from torch import Tensor
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, make_dir
-from draftsmith.core.ranks import say
 from draftsmith.core.shapes import read_config
-from draftsmith.core.state_files import RAW_LAST, FeatureCache, checkpoint_digest
+from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
 
 CONNECTOR: JsonObject = {"kv_connector": "ExampleHiddenStatesConnector"}
 # What a request says, so that the states of the answer are written too.
 WITH_ANSWER = {"include_output_tokens": True}
-# Rows after which cost is said.
-_FIRST = 32
-_NO_LIMIT = 2**62
-
-
-class Files(Protocol):
-    """Where states are kept; see `core.state_files.FeatureCache`."""
-
-    dtype: torch.dtype
-
-    def has(self, ids: Sequence[int]) -> bool: ...
-
-    def put(self, ids: Sequence[int], states_LTH: Tensor) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class StateWriter:
@@ -53,7 +34,7 @@ class StateWriter:
     layers: of the states that the engine gives, ascending; the last is the raw last one. files:
     where they are kept; made for the engine's dtype, if they are not set. rows: the tokens of rows
     that are asked for their states alone, by the row of the request. probes: states of requests
-    with a negative row, which are compared and not kept. expected: number of rows, if it is known.
+    with a negative row, which are compared and not kept.
     """
 
     def __init__(self, config: DistillConfig) -> None:
@@ -69,15 +50,12 @@ class StateWriter:
             raise InputError(f"states_layers: {self.layers[-1]} is beyond the {last} layers")
         self.rows: dict[int, Sequence[int]] = {}
         self.probes: dict[int, Tensor] = {}
-        self.expected: int | None = None
         self._width = int(model.hidden_size)
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
         self._place = config.states
         self._eight_bits = config.states_8bit
-        self.files: Files | None = None
-        self._began = time.monotonic()
-        self._rows = self._tokens = self._bytes = 0
+        self.files: StateFiles | None = None
 
     def engine_options(self) -> JsonObject:
         """What vLLM needs to write states."""
@@ -93,15 +71,12 @@ class StateWriter:
     def open(self, dtype: torch.dtype) -> None:
         """Begin to keep states of this dtype."""
         if self.files is None:
-            names = [*self.layers[:-1], RAW_LAST]
-            self.files = FeatureCache(
-                self._place, self._digest, names, dtype, _NO_LIMIT, eight_bits=self._eight_bits
-            )
+            self.files = StateFiles(self._place, self._digest, dtype, eight_bits=self._eight_bits)
 
     def has(self, ids: Sequence[int]) -> bool:
         """Whether all states of a row are kept."""
         assert self.files is not None
-        return self.files.has(ids)
+        return self.files.layers_of(ids) >= set(self.layers)
 
     def take(self, path: str | None, key: tuple[int, int, int], ids: Sequence[int]) -> None:
         """Take in and delete the file of a request. ids: prompt and answer."""
@@ -112,12 +87,7 @@ class StateWriter:
             self.probes[key[0]] = states_LTH
             return
         assert self.files is not None
-        self.files.put(self.rows.pop(key[0], ids), states_LTH)
-        self._rows += 1
-        self._tokens += states_LTH.shape[1]
-        self._bytes += states_LTH.nbytes // (states_LTH.itemsize if self._eight_bits else 1)
-        if self._rows == _FIRST:
-            self._say_cost()
+        self.files.put(self.rows.pop(key[0], ids), self.layers, states_LTH)
 
     def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
         found = taken(file)
@@ -145,24 +115,6 @@ class StateWriter:
         if not states_LTH.isfinite().all():
             return "holds NaN or infinite values; serve in bfloat16 or float32"
         return ""
-
-    def _say_cost(self) -> None:
-        rate = self._tokens / (time.monotonic() - self._began)
-        size = self._bytes / self._tokens
-        line = f"states: take {size:,.0f} bytes a token, at {rate:,.0f} tokens/s"
-        if self.expected is not None:
-            tokens = self._tokens / self._rows * self.expected
-            free = shutil.disk_usage(self._place).free
-            line += (
-                f": about {tokens * size / 2**30:.2f} GiB and {tokens / rate:,.0f} s for "
-                f"{self.expected} rows; {free / 2**30:.1f} GiB are free"
-            )
-        say(line)
-
-    def flush(self) -> None:
-        """Write what is in memory."""
-        if self.files is not None:
-            self.files.close()
 
 
 def taken(file: Path) -> dict[str, Tensor]:
