@@ -29,7 +29,7 @@ from draftsmith.core.hidden_states import forward_with_states, layout_of
 from draftsmith.core.models import vocabulary_size
 from draftsmith.decode.kernel_forward import Forwarded, joined
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.decode.supported_models import CACHE_NAMES, Reading, counts_positions
+from draftsmith.decode.supported_models import Reading, counts_positions
 
 # Before more tokens than these are forwarded again, they are forwarded once without a chain, which
 # moves the copy behind them.
@@ -70,9 +70,7 @@ class OwnCacheRunner(Runner):
         self.reading = reading
         self.rows: list[_Row] = []
         self._arguments = frozenset(signature(model.forward).parameters)
-        names = [name for name in CACHE_NAMES if name in self._arguments]
         self._takes_positions = "position_ids" in self._arguments and not counts_positions(model)
-        self._cache_name = names[0] if names and reading != "whole" else None
         # On other devices scans have kernels, which accept some sizes only.
         self._scans: Scans = {}
         for module in model.modules() if self.device.type == "cpu" else ():
@@ -95,7 +93,7 @@ class OwnCacheRunner(Runner):
         for row in self.rows:
             length = len(row.text)
             _, hidden = self._nothing(hidden_layers)
-            if length and (self._cache_name is not None or hidden_layers):
+            if length and (self.reading != "whole" or hidden_layers):
                 # The logits are not used: the last prompt token is forwarded in the first step.
                 _, hidden = self._read(row, length if hidden_layers else 1, hidden_layers)
                 self._record(row)
@@ -196,7 +194,7 @@ class OwnCacheRunner(Runner):
             return self._nothing(hidden_layers)
         begin = len(row.text)
         row.text += tokens
-        if self._cache_name is None:
+        if self.reading == "whole":
             return self._read(row, len(tokens), hidden_layers)
         if self.reading == "single":
             return self._one_by_one(row, begin, hidden_layers)
@@ -232,11 +230,11 @@ class OwnCacheRunner(Runner):
         if self._trims_logits:
             options["logits_to_keep"] = last
         if "use_cache" in self._arguments:
-            options["use_cache"] = self._cache_name is not None
+            options["use_cache"] = self.reading != "whole"
         if self.reading == "whole" and "attention_mask" in self._arguments:
             # Without a mask some take a token that equals their padding for padding (XLM).
             options["attention_mask"] = torch.ones_like(tokens_1n)
-        if self._cache_name is not None:
+        if self.reading != "whole":
             options[self._cache_name] = row.cache
             if self._takes_positions:
                 # Not every model counts the tokens that its cache has read.
@@ -246,7 +244,7 @@ class OwnCacheRunner(Runner):
             output, hidden = forward_with_states(
                 self.model, hidden_layers, input_ids=tokens_1n, **options
             )
-        if self._cache_name is not None:
+        if self.reading != "whole":
             row.cache = getattr(output, self._cache_name)
             row.read = end
         return output.logits[:, -last:], tuple(state[:, -last:] for state in hidden)

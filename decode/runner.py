@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import text_config
+from draftsmith.core.transformers_api import cache_name
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.head_forward import HeadForward, head_forward
 from draftsmith.decode.kernel_forward import Forwarded, Masks, joined
@@ -168,6 +169,7 @@ class Runner:
         self.dtype: torch.dtype = model.dtype  # of masks
         self.lengths: list[int] = []
         self._trims_logits = "logits_to_keep" in signature(model.forward).parameters
+        self._cache_name = cache_name(model.forward)
         self._lean: LeanForward | HeadForward | None = None
         if packs is not None:
             lean = lean_forward if isinstance(model, PreTrainedModel) else head_forward
@@ -411,6 +413,7 @@ class Runner:
             )
         if self._trims_logits:
             options["logits_to_keep"] = keep_logits
+        options[self._cache_name] = cache
         # A model with one kind of layer takes the mask itself.
         (mask, *others) = masks.values()
         output, hidden = forward_with_states(
@@ -419,7 +422,6 @@ class Runner:
             input_ids=tokens_Bq,
             attention_mask=masks if others else mask,
             position_ids=positions_Bq,
-            past_key_values=cache,
             use_cache=True,
             **options,
         )

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.models import check_causal, text_config
+from draftsmith.core.transformers_api import cache_name
 from draftsmith.decode.tree import CHAIN, TreeShape
 
 _FULL = "full_attention"
@@ -16,13 +17,12 @@ _SLIDING = "sliding_attention"
 # How a model goes on from its own cache: with several tokens at once, with one at a time, or not at
 # all, so that the whole text is forwarded.
 Reading = Literal["several", "single", "whole"]
-# How models name their cache, in inputs and outputs.
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
 # Of several tokens behind a state, these forget the state (transformers 5.23).
 _SINGLE = ("falcon_mamba", "jamba", "mamba", "minimax", "zamba")
-# Doge keeps the keys that score best among all in the cache, Moshi's cache drops keys that its mask
-# allows, RecurrentGemma keeps its state in its modules, and CPM-Ant puts tokens before each text.
-_WHOLE = ("cpmant", "doge", "moshi", "recurrent_gemma")
+# Doge keeps the keys that score best among all in the cache, Dory adds layers to its cache, Moshi's
+# cache drops keys that its mask allows, RecurrentGemma keeps its state in its modules, and CPM-Ant
+# puts tokens before each text.
+_WHOLE = ("cpmant", "doge", "dory", "moshi", "recurrent_gemma")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,12 @@ def ability(model: PreTrainedModel) -> Ability:
     reason = _why_no_tree(model)
     if not reason:
         return Ability("tree", _windows(model))
-    arguments = signature(model.forward).parameters
     kind = text_config(model).model_type
     reading: Reading = "several"
     if kind in _SINGLE:
         reading = "single"
     layerless = getattr(text_config(model), "num_hidden_layers", None) is None
-    if layerless or kind in _WHOLE or not arguments.keys() & set(CACHE_NAMES):
+    if layerless or kind in _WHOLE or not cache_name(model.forward):
         reading = "whole"
     return Ability("chain", {}, reading, reason)
 
@@ -89,8 +88,6 @@ def check_tree(model: PreTrainedModel, able: Ability, tree: TreeShape) -> None:
 def _why_no_tree(model: PreTrainedModel) -> str:
     config = text_config(model)
     arguments = signature(model.forward).parameters
-    cached = "past_key_values" in arguments
-    recurrent = not cached and ("cache_params" in arguments or "state" in arguments)
     positions = "position_ids" in arguments and not getattr(config, "alibi", False)
     attention = getattr(config, "_attn_implementation", "eager")
     own_masks = getattr(config, "attention_layers", None) is not None
@@ -98,8 +95,8 @@ def _why_no_tree(model: PreTrainedModel) -> str:
     other = set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}
     kinds = ", ".join(map(repr, sorted(other)))
     reasons = {
-        "is recurrent": recurrent,
-        "keeps no key/value cache": not cached,
+        "is recurrent": model._is_stateful and "position_ids" not in arguments,
+        "keeps no key/value cache": not cache_name(model.forward),
         "does not take position_ids, which the tokens of a tree need": not positions,
         "counts positions from another number than 0": counts_positions(model),
         "masks by a table of its own": own_masks,

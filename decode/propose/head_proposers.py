@@ -157,13 +157,13 @@ class HeadAsModel(nn.Module):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor,
-        past_key_values: Cache,
+        cache: Cache,
         features_BTH: Tensor,
         **_: object,
     ) -> CausalLMOutput:
         """Forward every token with its feature. A head has no use for a runner's other options."""
         logits, features_BqH = self.head(
-            input_ids, features_BTH, attention_mask, position_ids, past_key_values
+            input_ids, features_BTH, attention_mask, position_ids, cache
         )
         return CausalLMOutput(logits=logits, hidden_states=(features_BqH,))
 
@@ -178,13 +178,12 @@ class BlockAsModel(HeadAsModel):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor,
-        past_key_values: Cache,
+        cache: Cache,
         features_BTH: Tensor,
         **_: object,
     ) -> CausalLMOutput:
         """Cache the features; return the states of the slots that draft, none without a block."""
         known = features_BTH.shape[1]
-        cache = past_key_values
         self.head.remember(features_BTH, position_ids[:, :known], cache)
         if known == input_ids.shape[1]:
             return CausalLMOutput(logits=features_BTH[:, :0])

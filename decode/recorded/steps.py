@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.device_map import is_spread
 from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.core.transformers_api import cache_name
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.llama_forward import LeanForward, lean_forward
 
@@ -119,9 +120,8 @@ class StaticSteps:
         # Only a forward knows the shape of the cache.
         if isinstance(self.model, PreTrainedModel):
             one_11 = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
-            self.model(
-                input_ids=one_11, position_ids=one_11, past_key_values=self.cache, use_cache=True
-            )
+            cache: Any = {cache_name(self.model.forward): self.cache}
+            self.model(input_ids=one_11, position_ids=one_11, use_cache=True, **cache)
         else:
             self.model.allocate(self.cache)
 

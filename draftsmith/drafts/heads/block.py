@@ -43,6 +43,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.transformers_api import LAYER_CACHE
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.borrowed import borrow, dtype_of
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, draw
@@ -286,16 +287,14 @@ class BlockHead(DraftVocabulary):
         joined = torch.cat(list(hidden), -1).to(dtype_of(self.fc))
         return self.hidden_norm(self.fc(joined))
 
-    def remember(self, context_BTH: Tensor, positions_BT: Tensor, past_key_values: Any) -> None:
+    def remember(self, context_BTH: Tensor, positions_BT: Tensor, cache: Any) -> None:
         """Append the keys and values of H at these positions to the cache of every layer."""
         rotation = self.rotary(context_BTH, positions_BT)
         for index, layer in enumerate(self.layers):
             keys, values = layer(context_BTH, context=rotation)
-            past_key_values.update(keys, values, index)
+            cache.update(keys, values, index)
 
-    def states(
-        self, ids_BN: Tensor, mask: Tensor, positions_BN: Tensor, past_key_values: Any
-    ) -> Tensor:
+    def states(self, ids_BN: Tensor, mask: Tensor, positions_BN: Tensor, cache: Any) -> Tensor:
         """Normed states `[B, N, H]` of blocks over the cached context; the cache gets the blocks'
         keys and values too.
 
@@ -307,7 +306,7 @@ class BlockHead(DraftVocabulary):
             states_BNH = layer(
                 states_BNH,
                 attention_mask=mask,
-                past_key_values=past_key_values,
+                **{LAYER_CACHE: cache},
                 position_embeddings=rotation,
             )
         return self.norm(states_BNH)
@@ -432,7 +431,7 @@ class _Context:
         self.kept: list[tuple[Tensor, Tensor]] = []
         self.shown: int | None = None
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
         """Keep a layer's first keys and values; return the kept ones with all later."""
         if layer == len(self.kept):
             self.kept.append((keys, values))

@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 
+from draftsmith.core.transformers_api import LAYER_CACHE
 from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
 from draftsmith.drafts.heads.unrolled_attention import Unrolling
 
@@ -57,15 +58,15 @@ class FeatureHead(nn.Module):
         features_BTH: Tensor,
         mask: Tensor | None = None,
         positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits of the token after each input token, and the features `[B, T, H]` under them, for
         a next step.
 
         `input_ids_BT[:, t]` is the token that follows the position of `features_BTH[:, t]`. mask,
-        positions, past_key_values: as for `states`.
+        positions, cache: as for `states`.
         """
-        states_BTH = self.states(input_ids_BT, features_BTH, mask, positions, past_key_values)
+        states_BTH = self.states(input_ids_BT, features_BTH, mask, positions, cache)
         return self.logits(states_BTH), states_BTH
 
     def states(
@@ -74,7 +75,7 @@ class FeatureHead(nn.Module):
         features_BTH: Tensor,
         mask: Tensor | Unrolling | None = None,
         positions: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> Tensor:
         """The features `[B, T, H]` of `forward`.
 
@@ -85,13 +86,13 @@ class FeatureHead(nn.Module):
         inputs = self.inputs(input_ids_BT, features_BTH, dtype_of(self.fc))
         opening = self.opening(inputs)
         if positions is None:
-            past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+            past = 0 if cache is None else int(cache.get_seq_length())
             queries_T = torch.arange(input_ids_BT.shape[1], device=input_ids_BT.device)
             positions = (past + queries_T).unsqueeze(0)
         attending: dict[str, Any] = {
             "attention_mask": mask,
             "position_ids": positions,
-            "past_key_values": past_key_values,
+            LAYER_CACHE: cache,
             "position_embeddings": self.rotary(opening[-1], positions),
         }
         read = opening

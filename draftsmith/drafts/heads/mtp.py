@@ -38,6 +38,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import text_config, vocabulary_size
 from draftsmith.core.sampling import generator
+from draftsmith.core.transformers_api import LAYER_CACHE
 from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, join_scale
 from draftsmith.drafts.heads.feature_head import FeatureHead
@@ -45,7 +46,7 @@ from draftsmith.drafts.heads.unrolled_attention import UNROLLED
 
 _FULL = "full_attention"
 _PARTS = ("layers", "norm", "rotary_emb")
-_ARGUMENTS = {"attention_mask", "position_embeddings", "past_key_values"}
+_ARGUMENTS = {"attention_mask", "position_embeddings", LAYER_CACHE}
 # Families whose layers serve targets of others.
 _FOR_ANY_TARGET = (LlamaConfig.model_type, Qwen2Config.model_type)
 _LAYER = "layers.0."
@@ -157,7 +158,9 @@ def _own_layer(target: PreTrainedModel) -> PretrainedConfig | None:
         # Families check their configs with errors of several types; this one cannot have one layer.
         return None
     missing = [part for part in _PARTS if not hasattr(model, part)]
-    if missing or not model._supports_sdpa:
+    # Dory writes a layer as two.
+    written = config.to_dict().get("num_hidden_layers", 1)
+    if missing or written != 1 or not model._supports_sdpa:
         return None
     takes = signature(model.layers[0].forward).parameters
     if not takes.keys() >= _ARGUMENTS:

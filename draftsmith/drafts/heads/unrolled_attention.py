@@ -161,9 +161,10 @@ def attention(
         mask = attention_mask.mask(key.shape[2] // query.shape[2], query.device)
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # The kernel takes heads of one width; that of values may differ (DeepSeek).
+    # The kernel takes heads of one width and type. Those of values may differ (DeepSeek, autocast).
     width = max(query.shape[-1], value.shape[-1])
-    q, k, v = (pad(part, (0, width - part.shape[-1])) for part in (query, key, value))
+    parts = [part.to(query.dtype) for part in (query, key, value)]
+    q, k, v = (pad(part, (0, width - part.shape[-1])) for part in parts)
     joined: Tensor = _Joined.apply(q, k, v, attention_mask.texts(), scale)  # type: ignore[no-untyped-call]
     return joined[..., : value.shape[-1]].transpose(1, 2), None
 
