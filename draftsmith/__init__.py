@@ -61,7 +61,8 @@ if TYPE_CHECKING:
     from draftsmith.eval.evaluate import evaluate as evaluate
     from draftsmith.eval.planning.plan import plan as plan
     from draftsmith.eval.results import Results as Results
-    from draftsmith.pair import Output as Output, Pair as Pair, load_pair as load_pair
+    from draftsmith.outputs import Output as Output
+    from draftsmith.pair import Pair as Pair, load_pair as load_pair
     from draftsmith.serving.acceptance import served as served
     from draftsmith.starting import init as init
     from draftsmith.train.config import (
@@ -84,7 +85,7 @@ _PUBLIC = {
     "InitConfig": "config:InitConfig",
     "InputError": "core.errors:InputError",
     "Optim": "train.config:Optim",
-    "Output": "pair:Output",
+    "Output": "outputs:Output",
     "Pair": "pair:Pair",
     "PlanConfig": "eval.config:PlanConfig",
     "RequirementError": "core.errors:RequirementError",

@@ -29,7 +29,7 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.core.settings import Quantize
-from draftsmith.decode import PROPOSERS, VERIFIERS
+from draftsmith.decode import VERIFIERS
 from draftsmith.train.config import TrainConfig
 
 # Identified by content (`Decoding.identity`), not by name.
@@ -103,9 +103,9 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
             raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
-        for key, known in (("proposer", [*PROPOSERS, "none"]), ("verifier", VERIFIERS)):
-            if (name := getattr(self, key)) is not None and name not in known:
-                raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
+        name = self.verifier
+        if name is not None and name not in VERIFIERS:
+            raise InputError(f"verifier: {name!r} is unknown; {nearest(name, VERIFIERS)}")
         refuse_unused(self, self._unread())
         if self.out is not None:
             check_out(self.out, [self.prompts, self.datastore], "id")

@@ -28,7 +28,7 @@ from draftsmith.distill.engines import (
     sampling_of,
 )
 from draftsmith.eval import evaluate
-from draftsmith.pair import Output
+from draftsmith.outputs import Output
 from draftsmith.train import loop
 from tests.distilled import write_rows
 from tests.door import forget_processes

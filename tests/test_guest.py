@@ -210,14 +210,14 @@ def test_a_stream_that_is_dropped_ends_its_decoding(target_dir, monkeypatch):
     errors: list[object] = []
     decode = pair.decode
 
-    def decode_and_collect(decoder, requests, sampling, options, on_tokens):
+    def decode_and_collect(job, on_tokens):
         def step(*tokens):
             steps.append(threading.get_ident())
             if len(steps) > 1 and dropped.wait(10):
                 gc.collect()
             on_tokens(*tokens)
 
-        return decode(decoder, requests, sampling, options, step)
+        return decode(job, step)
 
     monkeypatch.setattr(pair, "decode", decode_and_collect)
     monkeypatch.setattr(sys, "unraisablehook", errors.append)

@@ -2,16 +2,16 @@
 beside a model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
-
+from draftsmith.core.errors import InputError, nearest
 from draftsmith.decode.propose import PROPOSERS
 from draftsmith.decode.propose.lookup_first import LookupFirst
 from draftsmith.decode.propose.network_proposer import NetworkProposer
 from draftsmith.decode.propose.protocol import Proposer
 from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, kind_of
 
 
@@ -42,18 +42,66 @@ class JoinedDraft:
 AnyDraft = Draft | CopyingDraft | JoinedDraft
 
 
-def proposer_of(
-    draft: AnyDraft | Sequence[PreTrainedModel], kind: str | None = None, *, fast: bool = True
-) -> Proposer:
-    """Return the proposer of a draft, or of several language models together. kind: its name in
-    `PROPOSERS`, if not that of the draft.
-    """
+def proposer_of(draft: AnyDraft) -> Proposer:
+    """Return the proposer that drafts as `draft` does."""
     if isinstance(draft, CopyingDraft):
-        return PROPOSERS[draft.kind].make(draft.index)
+        return make_proposer(draft.kind, index=draft.index)
     if isinstance(draft, JoinedDraft):
-        proposer = proposer_of(draft.model, kind, fast=fast)
-        assert isinstance(proposer, NetworkProposer)
-        return LookupFirst(proposer)
-    if isinstance(draft, Sequence):
-        return PROPOSERS["draft"].make(draft, fast=fast)
-    return PROPOSERS[kind or kind_of(draft)].make(draft, fast=fast)
+        return make_proposer(JOINED + kind_of(draft.model), [draft.model])
+    return make_proposer(kind_of(draft), [draft])
+
+
+def make_proposer(
+    name: str, drafts: Sequence[Draft] = (), index: SuffixIndex | None = None, *, fast: bool = True
+) -> Proposer:
+    """Return the proposer of a name that `choose_proposer` returns: over language models or a head,
+    or over the text that retrieval drafts from.
+    """
+    kind = PROPOSERS[name.removeprefix(JOINED)]
+    if not kind.draws:
+        return kind.make(index)
+    proposer = kind.make(drafts if kind.needs == "models" else drafts[0], fast=fast)
+    if not name.startswith(JOINED):
+        return proposer
+    assert isinstance(proposer, NetworkProposer)
+    return LookupFirst(proposer)
+
+
+def choose_proposer(
+    kinds: Mapping[str, str], proposer: str | None = None, *, retrieves: bool = False
+) -> str:
+    """Return what drafts: a name of `PROPOSERS`, behind `JOINED` if prompt lookup copies beside it,
+    or "none" for the target alone.
+
+    kinds: draft name -> "draft" for a language model, else the kind of head. proposer: by default
+    the drafts choose it. retrieves: whether there is a text to draft from. Raise InputError for
+    what does not go together.
+    """
+    joined = proposer == "prompt_lookup" and bool(kinds)
+    if proposer is None or joined:
+        proposer = next(iter(kinds.values()), "none")
+    if proposer not in (*PROPOSERS, "none"):
+        raise InputError(
+            f"proposer: {proposer!r} is unknown; {nearest(proposer, [*PROPOSERS, 'none'])}"
+        )
+    kind = PROPOSERS.get(proposer)
+    if retrieves != (kind is not None and kind.needs == "index"):
+        fix = (
+            "only retrieval reads --datastore; leave it out"
+            if retrieves
+            else "add --datastore FILE"
+        )
+        raise InputError(f"proposer: {proposer}: {fix}")
+    if kind is None or not kind.draws:
+        if kinds:
+            raise InputError(
+                f"draft: --proposer {proposer} does not read --draft; leave it out, or write "
+                "--draft prompt_lookup+DRAFT, which looks up first"
+            )
+        return proposer
+    wanted = "draft" if kind.needs == "models" else kind.usual or proposer
+    if set(kinds.values()) != {wanted} or (wanted != "draft" and len(kinds) > 1):
+        what = "language models" if wanted == "draft" else f"one head of kind {wanted}"
+        given = ", ".join(f"{name} ({kinds[name]})" for name in kinds) or "missing"
+        raise InputError(f"proposer: {proposer} needs {what}; --draft is {given}")
+    return JOINED + proposer if joined else proposer

@@ -3,7 +3,7 @@
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import chain, product
 from pathlib import Path
 from typing import TextIO
@@ -15,7 +15,6 @@ from rich.text import Text
 from draftsmith.cli.command_result import CommandResult
 from draftsmith.config import DecodeConfig
 from draftsmith.core.devices import peak_memory
-from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError, shown
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
@@ -26,12 +25,10 @@ from draftsmith.core.ranks import say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
 from draftsmith.core.template_date import fix_date
-from draftsmith.core.tokenization import Tokenizer, load_tokenizer, tokenizer_digest
-from draftsmith.decode import PROPOSERS, DecodeStats
+from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
+from draftsmith.decode import DecodeStats
 from draftsmith.decode.native import missing_kernel
-from draftsmith.decode.suffix_index import SuffixIndex
-from draftsmith.detokenizer import Detokenizer, Piece
-from draftsmith.drafting import choose_method, planned_without_a_draft
+from draftsmith.decode.propose.sources import choose_proposer
 from draftsmith.drafts.draft_sources import (
     check_sources,
     copies_first,
@@ -40,7 +37,8 @@ from draftsmith.drafts.draft_sources import (
     model_of,
 )
 from draftsmith.drafts.load import draft_kind, other_targets
-from draftsmith.pair import Decoding, Output, Pair, load_pair
+from draftsmith.outputs import Output, Piece
+from draftsmith.pair import Decoding, Job, Pair, load_pair
 
 DRAFT_STYLE = "bold green"
 # Makes the batches of outputs, from a request on.
@@ -63,14 +61,13 @@ def decode(config: DecodeConfig) -> CommandResult:
     for line in prompts.skipped_lines():
         _say(line)
     resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
-    sampling = resolved.sampling
-    drawn = sampling.record()
+    drawn = resolved.sampling.record()
     requests = list(product(prompts.prompts, range(config.num_samples)))
-    decoder = decoding.decoder
+    job = Job(decoding.decoder, requests, resolved.sampling, config)
 
     def batches(first: int = 0) -> Iterator[list[Output]]:
         with progress("decode", len(requests), first) as advance:
-            for batch in pair.decode(decoder, requests[first:], sampling, config):
+            for batch in pair.decode(dataclasses.replace(job, requests=requests[first:])):
                 yield batch
                 advance(len(batch), "")
 
@@ -84,15 +81,7 @@ def decode(config: DecodeConfig) -> CommandResult:
         ]
         outputs = _to_file(Path(config.out), {"identity": hash_json(settings)}, batches)
     elif streamed:
-        stream = Stream(pair.tokenizer, sys.stdout)
-        (outputs,) = pair.decode(
-            decoder,
-            requests,
-            sampling,
-            config,
-            lambda row, ids, from_draft: stream.add(ids, from_draft),
-        )
-        stream.close()
+        outputs = [write_pieces(pair.pieces(job), sys.stdout)]
     else:
         outputs = list(chain.from_iterable(batches()))
     summary = _summary(config, decoding, prompts, outputs)
@@ -105,27 +94,16 @@ def _say(line: str) -> None:
 
 
 def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
-    """Return the pair and its decoder. Refuse before a model is loaded what options show wrong."""
+    """Return the pair and its decoder. Refuse drafts that do not go together before they load."""
     config = _with_proposer(config)
-    kinds = {}
-    for name in config.draft:
-        kinds[f"{name}#2" if name in kinds else name] = draft_kind(name)
     tree = _planned(config) if config.tree == "auto" else config.tree
-    method = choose_method(
-        kinds, config.proposer, tree, config.verifier, datastore=config.datastore is not None
-    )
-    if planned_without_a_draft(tree):
-        _say(f"{tree}: no draft is faster here, so the target decodes alone")
+    kinds = {name: draft_kind(name) for name in config.draft}
+    chosen = choose_proposer(kinds, config.proposer, retrieves=config.datastore is not None)
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     fix_date(tokenizer, config.date)
-    index = None
-    if config.datastore is not None:
-        index = SuffixIndex.build(read_documents(config.datastore, tokenizer))
-    reads_drafts = method is not None and PROPOSERS[method.proposer].needs in ("models", "head")
-    drafts = config.draft if reads_drafts else []
     pair = load_pair(
         config.target,
-        drafts,
+        config.draft,
         **loading(config),
         quantize=config.quantize,
         quantize_draft=config.quantize_draft,
@@ -134,15 +112,12 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
         fast=config.fast,
         compile=config.compile,
     )
-    for line in other_targets(drafts, pair.target):
+    for line in other_targets(config.draft, pair.target):
         _say(f"warning: {line}")
-    if method is None:
-        return pair, pair.decoding(proposer="none")
-    decoding = pair.decoding(
-        proposer=config.proposer, tree=tree, verifier=config.verifier, datastore=index
-    )
-    if tree == "chain" and (chosen := decoding.method) is not None:
-        _say(f"--tree chain: drafts {chosen.tree}, which suits {chosen.proposer}")
+    names = list(pair.drafts)
+    decoding = pair.decoding_by(chosen, names, tree, config.verifier, config.datastore)
+    if chosen != "none" and decoding.method is None:
+        _say(f"{tree}: no draft is faster here, so the target decodes alone")
     return pair, decoding
 
 
@@ -180,20 +155,16 @@ def _planned(config: DecodeConfig) -> str | None:
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
-    room = room_for_prompts(pair.context, config.max_new_tokens)
     if config.prompts is not None:
         return read_prompts(
             config.prompts,
             pair.tokenizer,
             prompt_tokens=config.prompt_tokens,
-            max_tokens=room,
+            max_tokens=room_for_prompts(pair.context, config.max_new_tokens),
             limit=config.max_prompts,
         )
     assert config.prompt is not None
     ids = pair.encode(config.prompt, raw=config.raw)
-    if not 0 < len(ids) <= (room or len(ids)):
-        most = f", at most {room}" if room else ""
-        raise InputError(f"--prompt: has {len(ids)} tokens; write at least 1{most}")
     if pair.tokenizer.chat_template is not None and not config.raw:
         _say("--prompt is a user's turn in the chat template; --raw continues it as text")
     return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
@@ -215,34 +186,26 @@ def _to_file(out: Path, head: dict[str, str], batches: Batches) -> list[Output]:
     return outputs
 
 
-class Stream:
-    """Write tokens as text, with drafted tokens in colour on a terminal."""
-
-    def __init__(self, tokenizer: Tokenizer, file: TextIO) -> None:
-        self._text = Detokenizer(tokenizer)
-        self._file = file
-        self._console = Console(file=file, highlight=False, soft_wrap=True)
-
-    def add(self, ids: list[int], from_draft: list[bool]) -> None:
-        for piece in self._text.add(ids, from_draft):
-            self._show(piece)
-
-    def close(self) -> None:
-        """Show the rest, end the line, and explain the colour."""
-        self._show(self._text.rest())
-        self._console.print()
-        if self._console.is_terminal:
-            legend = Text("drafted", style=DRAFT_STYLE)
-            legend.append(" / from the target itself", style="not bold default")
-            self._console.print(legend)
-
-    def _show(self, piece: Piece) -> None:
-        if not self._console.is_terminal:
-            self._file.write(piece)
-            self._file.flush()
-            return
-        style = DRAFT_STYLE if piece.from_draft else ""
-        self._console.print(Text(shown(piece), style=style), end="")
+def write_pieces(pieces: Generator[Piece, None, Output], file: TextIO) -> Output:
+    """Write a stream, with drafted tokens in colour on a terminal. Return its output."""
+    console = Console(file=file, highlight=False, soft_wrap=True)
+    try:
+        while True:
+            piece = next(pieces)
+            if console.is_terminal:
+                style = DRAFT_STYLE if piece.from_draft else ""
+                console.print(Text(shown(piece), style=style), end="")
+            else:
+                file.write(piece)
+                file.flush()
+    except StopIteration as end:
+        output: Output = end.value
+    console.print()
+    if console.is_terminal:
+        legend = Text("drafted", style=DRAFT_STYLE)
+        legend.append(" / from the target itself", style="not bold default")
+        console.print(legend)
+    return output
 
 
 def _summary(
@@ -260,9 +223,9 @@ def _summary(
         "prompts_done": len(prompts.prompts),
         "prompts_skipped": len(prompts.skipped),
         "prompts_failed": 0,
-        "proposer": method.name if method else "none",
+        "proposer": decoding.name,
         "tree": method and method.tree,
-        "verifier": method and method.verifier.name,
+        "verifier": method and method.verifier,
         "lossless": decoding.lossless,
         "tokens": stats.emitted,
         "target_calls": stats.target_calls,
