@@ -1,20 +1,30 @@
-"""The options that `align` chooses if they were left open: one table, in the order of choosing."""
+"""What `align` chooses where options are open: for each stage, every rule with its reason.
+
+docs/own-model.md has the rules as a table.
+"""
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
 
-from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.config import AlignConfig, Trained
 from draftsmith.alignment.facts import Facts
 from draftsmith.core.errors import InputError
-from draftsmith.drafts.engine_support import loading
+from draftsmith.core.io import JsonObject
+from draftsmith.core.options import put, value_at
+from draftsmith.core.ranks import groups
+from draftsmith.core.settings import loading
+from draftsmith.distill.config import DistillConfig
+from draftsmith.drafts.draft_sources import JOINED
+from draftsmith.drafts.load import draft_kind
 from draftsmith.train.config import DraftKind
-from draftsmith.train.optimizer import usual_rate
 
 T = TypeVar("T")
+# Names in the evaluation: prompt lookup, and prompt lookup beside the draft.
+LOOKUP = "lookup"
+BOTH = "both"
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
@@ -22,331 +32,228 @@ _REPLAYED = 0.5
 _MOST_TEXTS = 4096
 # Answers written together on a GPU.
 _MOST_TOGETHER = 512
+# A fresh EAGLE-3 head is trained as deep as trees usually go.
+_FRESH_DEPTHS = 4
 
 
-@dataclass(frozen=True)
-class Known:
-    """The facts, and the options that are given or chosen so far."""
-
-    facts: Facts
-    options: AlignConfig
-
-    def by_device(self, on_gpu: T, on_cpu: T) -> T:
-        """Return one value on a GPU and another on a CPU."""
-        return on_gpu if self.facts.on_gpu else on_cpu
-
-    @property
-    def device(self) -> str:
-        return self.by_device("GPU", "CPU")
-
-    @property
-    def context(self) -> str:
-        return str(self.facts.context or "unknown")
-
-    @property
-    def sampled_by(self) -> Mapping[str, str]:
-        """What decides each sampling option."""
-        named = dict.fromkeys(self.facts.sampling.from_target, "generation_config.json")
-        return defaultdict(lambda: "own distribution", named)
-
-    @property
-    def usable(self) -> int:
-        """Number of prompts that are not held out."""
-        return self.facts.prompts - (self.options.heldout_prompts or 0)
-
-    @property
-    def answers(self) -> int:
-        return self.options.distill.max_prompts * self.options.distill.num_samples
-
-    @property
-    def draft_parameters(self) -> int:
-        """Parameters of the draft, with the output projection of a fresh EAGLE-3 head."""
-        facts = self.facts
-        size = self.options.train.draft_vocab_size
-        if size is None or not self.fresh_eagle3:
-            return facts.draft_parameters
-        projection = facts.projection_share * facts.target_read
-        return facts.draft_parameters + round(size / facts.vocabulary * projection)
-
-    @property
-    def fresh_eagle3(self) -> bool:
-        return self.facts.fresh_head and self.options.kind == "eagle3"
-
-    @property
-    def draft_size(self) -> str:
-        return f"draft of {_count(self.draft_parameters)} parameters"
-
-    @property
-    def target_size(self) -> str:
-        return _count(self.facts.target_parameters)
-
-    @property
-    def general_rows(self) -> str:
-        return "chat rows" if self.facts.own_chats else "no chats"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An open field of the options, and the rule that fills it.
-
-    field: dotted. value: returns None to leave the field open. reason: text with `{known}` and its
-    parts.
+@dataclass
+class Choices:
+    """The options of a stage in the making: what is given, and by dotted key why others were
+    chosen.
     """
 
-    field: str
-    value: Callable[[Known], object]
-    reason: str
+    values: JsonObject
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def choose(self, key: str, value: T, reason: str) -> T:
+        """Fill an option if it is open; return its value."""
+        given = value_at(self.values, key)
+        if given is not None:
+            return cast(T, given)
+        put(self.values, key, value)
+        self.reasons[key] = reason
+        return value
 
 
-def complete(config: AlignConfig, facts: Facts) -> tuple[AlignConfig, list[str]]:
-    """Return the options with nothing left open, and one line per choice: key, value and reason."""
-    known = Known(facts, config)
-    lines = []
-    for choice in CHOICES:
-        if attrgetter(choice.field)(known.options) is not None:
-            continue
-        value = choice.value(known)
-        if value is not None:
-            shown = " ".join(map(str, value)) if isinstance(value, list) else value
-            lines.append(f"{choice.field} {shown}   ({choice.reason.format(known=known)})")
-            known = Known(facts, filled(known.options, choice.field, value))
-    one = facts.different == 1 and known.options.heldout_prompts
-    if min(known.options.distill.max_prompts, known.usable) < 2 or one:
-        same = ", which all ask the same," if one else ""
+def _given(options: Mapping[str, object], config: AlignConfig, facts: Facts) -> Choices:
+    """Begin with the options of a stage that are given."""
+    shared = {"target": config.target, "chat_template": config.chat_template, "seed": config.seed}
+    choices = Choices({**shared, **loading(config), **deepcopy(dict(options))})
+    if facts.date is not None:
+        choices.choose("date", facts.date, "the chat template prints it")
+    return choices
+
+
+def heldout_prompts(config: AlignConfig, facts: Facts) -> int:
+    """Return how many prompts are held out to measure on: never more than a fifth, because the rest
+    trains the draft. Prompts that ask the same count once.
+    """
+    if config.id:
+        return 0
+    return max(1, min(config.eval.get("max_prompts") or _measured(facts), facts.different // 5))
+
+
+def _measured(facts: Facts) -> int:
+    return 64 if facts.gpu_bytes else 40
+
+
+def choose(name: str, config: AlignConfig, facts: Facts, distill: DistillConfig | None) -> Choices:
+    """Choose the options of a stage by its name. distill: those of the first stage, for the
+    others.
+    """
+    if distill is None:
+        return _distill(config, facts)
+    if name == "general":
+        return _general(config, facts, distill)
+    if name == "eval":
+        return _eval(config, facts, distill)
+    (draft,) = (draft for draft in config.trained() if draft.stage == name)
+    return _train(config, facts, distill, draft)
+
+
+def _distill(config: AlignConfig, facts: Facts) -> Choices:
+    """Choose how the target answers the prompts that are not held out."""
+    heldout = heldout_prompts(config, facts)
+    usable = facts.prompts - heldout
+    if usable < 2:
         raise InputError(
-            f"prompts: {facts.prompts} usable prompts{same} are too few to train on and to hold "
-            "out; add some"
+            f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; add "
+            "some"
         )
-    length = known.options.train.max_length
-    if facts.context is not None and length > facts.context:
-        raise InputError(
-            f"train.max_length: {length} is longer than the context of {known.facts.context}"
-        )
-    return known.options, lines
+    out = config.directory
+    choices = _given(config.distill, config, facts)
+    choices.values["prompts"] = config.prompts if config.id else str(out / "prompts/train.jsonl")
+    choices.values["prompt_tokens"] = config.prompt_tokens
+    choices.values["out"] = str(out / "distilled")
+    prompts = choices.choose("max_prompts", usable, f"{facts.prompts} prompts, {heldout} held out")
+    samples = 4 if prompts < 500 else 2 if prompts < 5000 else 1
+    choices.choose("num_samples", samples, f"{prompts} prompts")
+    device = "GPU" if facts.gpu_bytes else "CPU"
+    tokens = 512 if facts.chats else 256
+    if not facts.gpu_bytes:
+        tokens = 128 if facts.chats else 96
+    if facts.context is not None:
+        tokens = max(1, min(tokens, facts.context // 2))
+    rows = "chats" if facts.chats else "texts"
+    tokens = choices.choose("max_new_tokens", tokens, f"{rows}, {device}")
+    # On a GPU hundreds of rows cost little more than one.
+    longest = _longest(facts, tokens)
+    few = 16 if facts.target_parameters >= _LARGE else 64
+    fits = facts.gpu_bytes // 8 // (facts.cache_bytes * longest)
+    together = min(_MOST_TOGETHER, max(few, fits))
+    choices.choose("batch_size", together, f"{device}; an eighth of a GPU's memory caches them")
+    choices.choose("temperature", facts.temperature, "the target's generation_config.json, else 1")
+    return choices
 
 
-def filled(options: Any, field: str, value: object) -> Any:
-    """Return options with a field of theirs, or of a group of them, replaced."""
-    name, _, inner = field.partition(".")
-    if inner:
-        value = filled(getattr(options, name), inner, value)
-    return replace(options, **{name: value})
+def _longest(facts: Facts, answer: int) -> int:
+    """Return the length of the longest row, rounded up."""
+    tokens = math.ceil((facts.longest_prompt + answer) / 32) * 32
+    return min(tokens, 2048, facts.context or tokens)
 
 
-def _kind(known: Known) -> DraftKind | None:
-    """EAGLE-3, or EAGLE-1 if an engine takes that alone."""
-    if not known.facts.fresh_head:
-        return None
-    taken = [kind for kind, support in known.facts.support.items() if loading(support)]
-    # A draft vocabulary is for the first of the two.
-    alone = "eagle3" not in taken and known.options.train.draft_vocab_size is None
-    return "eagle" if alone and "eagle" in taken else "eagle3"
+def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
+    """Choose the texts to replay, which the target writes by itself."""
+    choices = _given({}, config, facts)
+    count = min(_MOST_TEXTS, _answers(distill))
+    source = f"magpie:{count}" if facts.own_chats else f"token:{count}"
+    choices.choose("prompts", source, f"as many as answers, at most {_MOST_TEXTS}")
+    choices.values |= {"out": str(config.directory / "general")}
+    choices.values |= {key: getattr(distill, key) for key in ("max_new_tokens", "batch_size")}
+    choices.values |= {"part_rows": distill.part_rows}
+    choices.values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    return choices
 
 
-def _heldout(known: Known) -> int | None:
-    # Never more than a fifth: the rest trains the draft. Rows that ask the same count once. Options
-    # of the evaluation do not decide it, so drafts of other runs are compared on the same prompts.
-    fifth = (known.facts.different or known.facts.prompts) // 5
-    return None if known.options.id else max(1, min(known.by_device(64, 40), fifth))
+def _answers(distill: DistillConfig) -> int:
+    """Return how many answers the target writes at most."""
+    return (distill.max_prompts or 1) * distill.num_samples
 
 
-def _samples(known: Known) -> int:
-    prompts = known.options.distill.max_prompts
-    return 4 if prompts < 500 else 2 if prompts < 5000 else 1
-
-
-def _answer(known: Known) -> int:
-    chat = known.facts.rows == "chat"
-    usual = known.by_device(512, 128) if chat else known.by_device(256, 96)
-    context = known.facts.context
-    return usual if context is None else max(1, min(usual, context // 2))
-
-
-def _sampled(field: str) -> Choice:
-    """Choose the target's own value of a sampling option."""
-    value = attrgetter(f"facts.sampling.sampling.{field}")
-    return Choice(f"distill.{field}", value, f"the target's {{known.sampled_by[{field}]}}")
-
-
-def _general_from(known: Known) -> str | None:
-    if not known.options.distill.general_texts:
-        return None
-    return "magpie" if known.facts.own_chats else "token"
-
-
-def _draft_vocabulary(known: Known) -> int | None:
-    drafted = known.facts.drafted
-    return drafted.tokens if drafted and known.fresh_eagle3 else None
-
-
-def _rows_per_step(known: Known) -> int:
+def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Trained) -> Choices:
+    """Choose how a draft is trained on the answers."""
+    out = config.directory
+    fresh = config.draft is None
+    on_cpu = not facts.gpu_bytes
+    share = config.train.get("replay_fraction", _REPLAYED) if config.policy == "balanced" else 0.0
+    choices = _given(config.train, config, facts)
+    values = choices.values
+    values |= {"out": str(out / draft.name), "draft": config.draft, "objective": draft.objective}
+    values |= {"data": [str(out / "distilled")]}
+    values["seed"] = config.seed + 1 + config.objective.index(draft.objective)
+    values["kind"] = _kind(config)
+    if draft.replays:
+        values["replay"] = [str(out / "general")]
+        choices.choose("replay_fraction", _REPLAYED, "policy balanced, docs/robust.md")
+    else:
+        values.pop("replay_fraction", None)
+    if fresh and values["kind"] == "eagle3":
+        choices.choose("head.test_steps", _FRESH_DEPTHS, "as deep as trees usually go")
+        if facts.drafted is not None:
+            outside = f"{facts.drafted.missing:.1%} of the target's mass is outside"
+            choices.choose("draft_vocab_size", facts.drafted.tokens, outside)
+    if on_cpu and (values["kind"] != "lm" or len(config.trained()) > 1):
+        choices.choose("head.features", str(out / "features"), "read the answers once")
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
-    batch = known.options.train.batch_size or 1
-    return known.by_device(32, max(4, batch * known.facts.processes))
-
-
-def _steps(known: Known) -> int:
+    rows = max(4, groups()) if on_cpu else 32
+    longest = choices.choose(
+        "max_length", _longest(facts, distill.max_new_tokens), "longest prompt and answer"
+    )
+    fits = 2 if facts.draft_parameters >= _LARGE else 32
+    if facts.draft_parameters * longest >= 10**10:
+        fits = min(fits, 8)
+    batch = max(1, min(fits, rows // groups()))
+    batch = choices.choose("batch_size", batch, f"{rows} rows a step")
+    together = choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows")
+    rows = batch * together * groups()
     # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
     # writing the answers.
-    most = 3 if known.facts.fresh_head and not known.facts.on_gpu else 5
-    passes = most if known.answers < 10_000 else 3 if known.answers < 50_000 else 1
-    rows = passes * known.answers * (1 - known.options.train.heldout_fraction)
-    return max(50, math.ceil(rows / known.options.train.rows_per_step))
-
-
-def _eval_every(known: Known) -> int:
-    steps = known.options.train.steps
-    heldout = known.options.train.heldout_fraction * known.answers
+    written = _answers(distill)
+    passes = 3 if fresh and on_cpu else 5
+    if written >= 10_000:
+        passes = 3 if written < 50_000 else 1
+    heldout = config.train.get("heldout_fraction", 0.05) * written
+    steps = max(50, math.ceil(passes * (written - heldout) / rows))
+    reason = f"{passes} passes over {written} answers, {rows} rows a step"
+    if "steps" in values:
+        # Those on answers; a draft without replay beside one with it takes no others.
+        steps = round(values["steps"] * (1 - share))
+        if not draft.replays:
+            values["steps"] = steps
+    replayed = share if draft.replays else 0.0
+    total = choices.choose("steps", round(steps / (1 - replayed)), reason)
+    warmup = min(100, max(1, steps // 20))
+    choices.choose("optim.warmup_steps", warmup, f"{total} steps")
     # A held-out row costs about a third of a trained one: measuring then takes a sixth as long as
     # training, also where a few steps are trained on many answers.
-    affordable = round(2 * heldout / known.options.train.rows_per_step)
-    return max(5, steps // 15, min(affordable, steps // 3))
+    every = max(5, steps // 15, min(round(2 * heldout / rows), steps // 3))
+    choices.choose("eval_every", every, "measuring takes a sixth of the time")
+    return choices
 
 
-def _rate(known: Known) -> float | None:
-    if known.facts.fresh_head and known.options.kind not in ("eagle", "eagle3"):
-        return None  # training knows the size of such a head
-    return usual_rate(known.draft_parameters, taught=set(known.options.objective) != {"ce"})
+def _kind(config: AlignConfig) -> DraftKind:
+    """Return the kind of draft: EAGLE-3 if nothing else is given."""
+    if config.draft is None:
+        return config.kind or "eagle3"
+    kind = draft_kind(config.draft).replace("draft", "lm")
+    if config.kind not in (None, kind):
+        raise InputError(f"kind: {config.draft} is of kind {kind}; leave --kind out")
+    return cast(DraftKind, kind)
 
 
-def _max_length(known: Known) -> int:
-    whole = known.facts.longest_prompt + known.options.distill.max_new_tokens
-    tokens = math.ceil(whole / 32) * 32
-    return min(tokens, 2048, known.facts.context or tokens)
-
-
-def _batch_size(known: Known) -> int:
-    size = known.draft_parameters
-    long = size * known.options.train.max_length >= 10**10
-    fits = 2 if size >= _LARGE else 8 if long else 32
-    share = max(1, known.options.train.rows_per_step // known.facts.processes)
-    return max(rows for rows in range(1, min(fits, share) + 1) if share % rows == 0)
-
-
-def _answered_together(known: Known) -> int:
-    """As many rows as a target takes on a CPU; on a GPU as many as an eighth of its memory caches,
-    because there hundreds of rows cost little more than one.
+def contenders(config: AlignConfig) -> list[str]:
+    """Return what is compared, NAME=SOURCE: the base, the trained drafts, and prompt lookup, the
+    rival that needs no training; of a single trained draft also the two joined.
     """
-    facts = known.facts
-    few = 16 if facts.target_parameters >= _LARGE else 64
-    fits = facts.gpu_bytes // 8 // (facts.cache_bytes * _max_length(known))
-    return min(_MOST_TOGETHER, max(few, fits))
+    drafts = {"base": config.draft} if config.draft else {}
+    trained = {draft.name: str(config.directory / draft.name) for draft in config.trained()}
+    drafts |= trained
+    drafts[LOOKUP] = "prompt_lookup"
+    if len(trained) == 1:
+        drafts[BOTH] = JOINED + next(iter(trained.values()))
+    return [f"{name}={source}" for name, source in drafts.items()]
 
 
-def _count(parameters: int) -> str:
-    return f"{parameters / 1e9:.1f} B" if parameters >= _LARGE else f"{parameters / 1e6:.1f} M"
-
-
-CHOICES = (
-    Choice("kind", _kind, "the first of EAGLE-3 and EAGLE-1 that an engine takes of this target"),
-    Choice("eval.max_prompts", lambda known: known.by_device(64, 40), "{known.device}"),
-    Choice("heldout_prompts", _heldout, "{known.facts.prompts} prompts, no --id"),
-    Choice(
-        "distill.max_prompts",
-        lambda known: max(1, known.usable),
-        "{known.facts.prompts} prompts, {known.device}",
-    ),
-    Choice("distill.num_samples", _samples, "{known.options.distill.max_prompts} prompts"),
-    Choice("train.heldout_fraction", lambda known: 0.06, "enough to choose weights by"),
-    Choice("policy", lambda known: "balanced", "docs/robust.md"),
-    Choice(
-        "distill.max_new_tokens",
-        _answer,
-        "{known.facts.rows} rows, {known.device}, context {known.context}",
-    ),
-    Choice(
-        "distill.batch_size",
-        _answered_together,
-        "target of {known.target_size} parameters, {known.device}",
-    ),
-    Choice("distill.part_rows", lambda known: 512, "a killed run loses at most one file"),
-    *map(_sampled, ("temperature", "top_k", "top_p", "min_p")),
-    Choice(
-        "train.replay_fraction",
-        lambda known: 0.0 if known.options.policy == "id" else _REPLAYED,
-        "policy {known.options.policy}",
-    ),
-    Choice(
-        "distill.general_texts",
-        lambda known: min(_MOST_TEXTS, known.answers) if known.options.train.replay_fraction else 0,
-        f"as many as answers, at most {_MOST_TEXTS}; 0 with policy id",
-    ),
-    Choice(
-        "distill.general_from",
-        _general_from,
-        "{known.general_rows}",
-    ),
-    Choice(
-        "train.draft_vocab_size",
-        _draft_vocabulary,
-        "the output projection is {known.facts.projection_share:.0%} of the target; of its mass "
-        "{known.facts.drafted.missing:.1%} is outside, and a token reads "
-        "{known.facts.drafted.cost:.0%} of the target",
-    ),
-    Choice("train.rows_per_step", _rows_per_step, "{known.device}"),
-    Choice(
-        "train.steps",
-        _steps,
-        "{known.answers} answers, {known.options.train.rows_per_step} per step",
-    ),
-    Choice(
-        "train.optim.lr",
-        _rate,
-        "{known.draft_size}",
-    ),
-    Choice(
-        "train.optim.warmup_steps",
-        lambda known: min(100, max(1, known.options.train.steps // 20)),
-        "{known.options.train.steps} steps",
-    ),
-    Choice(
-        "train.max_length",
-        _max_length,
-        "longest prompt {known.facts.longest_prompt}, answers "
-        "{known.options.distill.max_new_tokens}, context {known.context}",
-    ),
-    Choice(
-        "train.batch_size", _batch_size, "{known.draft_size}, {known.facts.processes} process(es)"
-    ),
-    Choice(
-        "train.eval_every",
-        _eval_every,
-        "{known.options.train.steps} steps",
-    ),
-    Choice(
-        "train.save_every",
-        lambda known: max(1, min(50, known.options.train.steps // 5)),
-        "a killed run loses at most this many steps",
-    ),
-    Choice(
-        "train.gradient_checkpointing",
-        lambda known: known.facts.on_gpu and known.draft_parameters >= _LARGE,
-        "{known.device}, {known.draft_size}",
-    ),
-    Choice(
-        "eval.temperature",
-        lambda known: sorted({0.0, known.options.distill.temperature}),
-        "greedy, and as distilled",
-    ),
-    Choice(
-        "eval.tree",
-        lambda known: known.by_device(["chain:4", "kary:4,2,2"], ["chain:2", "kary:3,2"]),
-        "{known.device}",
-    ),
-    Choice(
-        "eval.max_new_tokens",
-        lambda known: min(known.options.distill.max_new_tokens, known.by_device(128, 48)),
-        "answers of {known.options.distill.max_new_tokens} tokens, {known.device}",
-    ),
-    Choice(
-        "eval.speed_prompts",
-        lambda known: 0 if known.options.eval.tree == ["none"] else known.by_device(8, 6),
-        "{known.device}",
-    ),
-    Choice(
-        "eval.other_template",
-        lambda known: known.facts.rows == "chat" and not known.options.id,
-        "{known.facts.rows} rows",
-    ),
-    Choice("eval.batch_size", lambda known: known.by_device(16, 20), "{known.device}"),
-)
+def _eval(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
+    """Choose how all contenders are measured."""
+    heldout = config.directory / "prompts/heldout.jsonl"
+    choices = _given(config.eval, config, facts)
+    values = choices.values
+    values |= {"draft": contenders(config), "id": config.id, "ood": [*config.ood]}
+    if not config.id:
+        values["id"] = [f"heldout={heldout}"]
+        if facts.chats:
+            values["ood"].append(f"heldout-template=template:{heldout}")
+    values |= {"out": str(config.directory / "eval"), "prompt_tokens": config.prompt_tokens}
+    values["seed"] = config.seed + 1 + len(config.objective)
+    for key in ("top_p", "top_k", "min_p"):
+        values.setdefault(key, getattr(distill, key))
+    on_gpu = facts.gpu_bytes > 0
+    device = "GPU" if on_gpu else "CPU"
+    choices.choose("temperature", sorted({0.0, facts.temperature}), "greedy, and as distilled")
+    trees = ["chain:4", "kary:4,2,2"] if on_gpu else ["chain:2", "kary:3,2"]
+    choices.choose("tree", trees, device)
+    choices.choose("max_prompts", _measured(facts), device)
+    tokens = min(distill.max_new_tokens, 128 if on_gpu else 48)
+    choices.choose("max_new_tokens", tokens, f"answers of {distill.max_new_tokens}, {device}")
+    return choices

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         StatusConfig,
         TrainCommandConfig,
     )
+    from draftsmith.core.io import JsonObject
     from draftsmith.distill.config import DistillConfig, ScoreConfig, StatesConfig
     from draftsmith.drafts.config import DoctorConfig, ExportConfig
     from draftsmith.eval.config import (
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         StatesEvalConfig,
         TimeAgainConfig,
     )
+    from draftsmith.eval.results import Results
     from draftsmith.train.config import TrainConfig
 
 
@@ -140,36 +142,41 @@ def _decode(config: "DecodeConfig", command: str) -> CommandResult:
 
 def _align(config: "AlignConfig", command: str) -> CommandResult:
     from draftsmith.alignment.stages import run_stages
-    from draftsmith.alignment.summary import lines, summary
 
-    config, results = run_stages(config, command)
-    shown = summary(config, results)
-    return CommandResult(shown, lines(shown, results))
+    results = run_stages(config, command)
+    return _measured(results, {"out": config.out})
+
+
+def _align_files(config: "AlignConfig", command: str) -> CommandResult:
+    from draftsmith.alignment.stages import write_stages
+
+    files = [str(file) for file in write_stages(config, command)]
+    return CommandResult({"files": files}, files)
+
+
+def _measured(results: "Results", shown: "JsonObject") -> CommandResult:
+    """Return what an evaluation prints at its end."""
+    from draftsmith.eval.summary import headline_and_table, summary
+
+    shown |= summary(results)
+    return CommandResult(shown, [*headline_and_table(results), f"report: {shown['report']}"])
 
 
 def _demo(config: "DemoConfig", command: str) -> CommandResult:
-    from draftsmith.alignment import summary
-    from draftsmith.alignment.serving import advise
     from draftsmith.alignment.stages import run_stages
     from draftsmith.core.ranks import from_main
     from draftsmith.demo import demo_run
-    from draftsmith.eval.summary import summary as eval_summary, table
+    from draftsmith.eval.summary import summary, table
 
     started = time.monotonic()
-    prepared = demo_run.prepare(Path(config.out), config.short, config.device)
-    options, results = run_stages(prepared)
+    options = demo_run.prepare(Path(config.out), config.short, config.device)
+    results = run_stages(options, command)
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))
     # The one verdict is that of the large target: beside the small one nothing is timed.
-    shown = summary.summary(options, results)
-    lines = [
-        *table(results, results.top_temperature),
-        *summary.bought(shown, results),
-        *summary.how_to_decode(shown),
-    ]
-    shown["serve"] = dataclasses.asdict(advise(options, large))
-    shown["large"] = eval_summary(large)
-    return CommandResult(shown, [*lines, *page, f"took {time.monotonic() - started:.0f} s"])
+    shown = {"out": config.out, **summary(results), "large": summary(large)}
+    lines = [*table(results, results.top_temperature), *page]
+    return CommandResult(shown, [*lines, f"took {time.monotonic() - started:.0f} s"])
 
 
 def _eval(config: "EvalConfig", command: str) -> CommandResult:
@@ -178,13 +185,9 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
     request = check(config)  # before torch is imported
     from draftsmith.eval.evaluate import evaluate_request
     from draftsmith.eval.results import Results
-    from draftsmith.eval.summary import headline_and_table, summary
 
     unmet = _unmet(lambda: evaluate_request(request))
-    results = Results.load(config.out)
-    shown = summary(results)
-    files = [f"results: {shown['results']}", f"report:  {shown['report']}"]
-    return CommandResult(shown, [*headline_and_table(results), *files], unmet)
+    return replace(_measured(Results.load(config.out), {}), unmet=unmet)
 
 
 def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
@@ -427,6 +430,10 @@ def run(name: str, argv: list[str]) -> None:
     for key, other in command.instead.items():
         if f"--{key}" in typed:
             command = other
+    if name == "align" and "--print_config" in typed:
+        # Here it writes files.
+        argv = [word for word in argv if underscored(word) != "--print_config"]
+        command = replace(command, function=_align_files)
     try:
         config, as_json = parse(command.options, name, argv, command.modes, EXAMPLES.get(name, ""))
     except SystemExit:

@@ -214,13 +214,20 @@ def parser(
         text = option.help
         if option.default_text:
             text += f" (default: {option.default_text})"
+        hidden = option.part or (option.rare and not everything)
         groups[section].add_argument(
             f"--{option.key}",
             metavar=(option.metavar, "") if option.many else option.metavar,
-            help=text.replace("%", "%%") if everything or not option.rare else argparse.SUPPRESS,
+            help=argparse.SUPPRESS if hidden else text.replace("%", "%%"),
             choices=[*option.choices, *["null"] * option.nullable] if option.choices else None,
             **_words_of(option),
         )
+    parts = dict.fromkeys(option.part for option in table if option.part)
+    if parts:
+        group = arguments.add_argument_group("Options of the stages")
+    for part in parts:
+        text = f"An option of `draftsmith {part}`, which its --help explains."
+        group.add_argument(f"--{part}.KEY", metavar="VALUE", help=text)
     if modes:
         group = arguments.add_argument_group("Other uses; add --help to one for its options")
         for key, what in modes.items():
@@ -234,8 +241,8 @@ def parser(
     common.add_argument(
         "--json", action="store_true", help="End standard output with one JSON object, the summary."
     )
-    hidden = sum(option.rare for option in table)
-    more = f"; --help=all lists {hidden} more" if hidden else ""
+    rare = sum(option.rare and not option.part for option in table)
+    more = f"; --help=all lists {rare} more" if rare else ""
     text = f"Show this{more}. Names may have - for _."
     common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
     return arguments

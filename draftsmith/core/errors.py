@@ -75,6 +75,10 @@ class InputError(DraftsmithError, ValueError):
     """
 
 
+class ChangedError(InputError):
+    """A directory holds what other options made."""
+
+
 class LauncherError(InputError):
     """The launcher's variables are wrong, or its processes do not meet."""
 

@@ -47,12 +47,14 @@ from pydantic import (
     AfterValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     ValidationError,
 )
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from draftsmith.core.errors import InputError, without_secrets
@@ -79,6 +81,18 @@ def partial_of(config: type) -> type:
 def _fields(config: type) -> dict[str, FieldInfo]:
     """The fields of a class that `options` made, by name; their metadata has the marks."""
     return config.__pydantic_fields__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class PartOf:
+    """Marks a group as a dictionary of some options of another command."""
+
+    config: type
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler.generate_schema(partial_of(self.config))
 
 
 _OF_ONE_MACHINE = ("out", "device", "endpoint", "head.features", "states", "states_from")
@@ -320,6 +334,8 @@ class Option:
     identity: bool
     by_content: bool
     shown: str = "TEXT"
+    # The group of another command's options that it is in.
+    part: str = ""
 
     @property
     def nullable(self) -> bool:
@@ -381,6 +397,9 @@ def _walk(
                 continue
             key = f"{prefix}{name}"
             group = field.annotation
+            if part := next((mark for mark in field.metadata if isinstance(mark, PartOf)), None):
+                yield from _part(part.config, name, _fields(cls))
+                continue
             is_rare = rare or "rare" in field.metadata
             by_content = "by content" in field.metadata
             is_identity = identity and not by_content and "not identity" not in field.metadata
@@ -400,6 +419,15 @@ def _walk(
                     by_content=by_content,
                     shown=_shown([*field.metadata, group]),
                 )
+
+
+def _part(cls: type, name: str, taken: Iterable[str]) -> Iterator[Option]:
+    """Yield the options of another command that a group may have. taken: names that are given
+    without the group.
+    """
+    for option in options_of(cls):
+        if not option.required and option.key not in taken:
+            yield replace(option, key=f"{name}.{option.key}", default=None, part=name)
 
 
 def _shown(parts: Iterable[object]) -> str:
@@ -450,6 +478,17 @@ def identity(config: object) -> JsonObject:
     marked `NotIdentity` or `ByContent`.
     """
     return _values(config, lambda option: option.identity)
+
+
+def given_options(config: object) -> JsonObject:
+    """The options of `identity` that are not at their defaults, by dotted key."""
+    values = identity(config)
+    given = {}
+    for option in options_of(type(config)):
+        value = value_at(values, option.key, option.default)
+        if value != option.default:
+            given[option.key] = value
+    return given
 
 
 def known_by_content(config: object) -> JsonObject:

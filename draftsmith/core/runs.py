@@ -30,7 +30,7 @@ from typing import Any, Literal, Self
 
 from draftsmith.core.agreement import agree, difference
 from draftsmith.core.checksums import Damaged, parse_line, sealed_line
-from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.errors import ChangedError, InputError, without_secrets
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import (
     JsonObject,
@@ -333,7 +333,7 @@ def claim(
         return changed
     kept = read_json(begun, _RUN, ["identity"])
     if differs := difference(kept["identity"], current):
-        raise InputError(
+        raise ChangedError(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )

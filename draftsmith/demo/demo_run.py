@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 from transformers import LlamaForCausalLM
 
+from draftsmith.alignment.choices import LOOKUP, contenders
 from draftsmith.alignment.config import AlignConfig
-from draftsmith.alignment.stage_configs import LOOKUP, contenders
 from draftsmith.core.io import JsonObject, atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import load_model

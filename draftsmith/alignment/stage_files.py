@@ -1,0 +1,110 @@
+"""The files of `align`: for each stage a whole configuration of its command, with the reason beside
+each value that was chosen.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from draftsmith.alignment.choices import Choices
+from draftsmith.alignment.config import AlignConfig
+from draftsmith.core.command_line import parse
+from draftsmith.core.errors import without_secrets
+from draftsmith.core.io import JsonObject, read_json, write_text_atomic
+from draftsmith.core.options import known_by_content, options_of, put, value_at
+from draftsmith.distill.config import DistillConfig
+from draftsmith.eval.config import EvalConfig
+from draftsmith.train.config import TrainConfig
+
+# By stage, in their order.
+CONFIGS: dict[str, type[Any]] = {
+    "distill": DistillConfig,
+    "general": DistillConfig,
+    "train": TrainConfig,
+    "eval": EvalConfig,
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage: its name, the file of its options, what that says, and by dotted key why options
+    were chosen, if the file is not written yet.
+    """
+
+    name: str
+    file: Path
+    options: Any
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, file: Path, choices: Choices) -> "Stage":
+        """Return a stage with the options that were given and chosen."""
+        stage, _, _ = name.partition("-")
+        return cls(stage, file, CONFIGS[stage](**choices.values), choices.reasons)
+
+    @property
+    def command(self) -> str:
+        """The command that does what the stage does."""
+        return f"draftsmith {self.name.replace('general', 'distill')} --config {self.file}"
+
+    def write(self) -> None:
+        """Write the options that are chosen or not at their defaults, if there is no file."""
+        if self.file.is_file():
+            return
+        values = without_secrets(asdict(self.options))
+        written: JsonObject = {}
+        for option in options_of(CONFIGS[self.name]):
+            value = value_at(values, option.key)
+            if value != option.default or option.key in self.reasons:
+                put(written, option.key, value)
+        lines = [f"# {self.command}"]
+        for key, value in written.items():
+            text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
+            shown = text.removesuffix("...\n").strip()
+            why = []
+            for option, reason in self.reasons.items():
+                group, _, inner = option.partition(".")
+                if group == key:
+                    why.append(f"{inner}: {reason}" if inner else reason)
+            comment = f"  # {'; '.join(why)}" if why else ""
+            lines.append(f"{key}: {shown}{comment}")
+        write_text_atomic(self.file, "\n".join([*lines, ""]))
+
+
+def files_of(config: AlignConfig) -> dict[str, Path]:
+    """Return the file of each stage, by its name: `distill`, `general`, `train` or `train-NAME`,
+    `eval`.
+    """
+    names = ["distill"]
+    if config.policy == "balanced":
+        names.append("general")
+    names += [draft.stage for draft in config.trained()]
+    names.append("eval")
+    return {name: config.directory / f"{name}.yaml" for name in names}
+
+
+def read_stage(name: str, file: Path) -> Stage:
+    """Read the options of a stage. Raise InputError, with its line, for what its command does not
+    take.
+    """
+    stage, _, _ = name.partition("-")
+    options, _ = parse(CONFIGS[stage], stage, ["--config", str(file)])
+    return Stage(stage, file, options)
+
+
+def relocate(config: AlignConfig) -> None:
+    """Let the files of a run that was moved name the places of now, as its record does."""
+    record = read_json(config.directory / "run.json", "the record of a run", ["places"])
+    now = known_by_content(config) | {"out": config.out}
+    for file in files_of(config).values():
+        text = file.read_text(encoding="utf-8")
+        for key, then in record["places"].items():
+            if isinstance(then, str) and then != now[key]:
+                place = rf"(?<![\w/.-]){re.escape(then)}(?![\w.:-])"
+                text = re.sub(place, now[key], text)
+        write_text_atomic(file, text)
