@@ -1,6 +1,6 @@
 """`draftsmith status DIR`: what a directory holds, whether it is finished, and how to go on.
 
-Reads only. Stages leave files that say what they are: a manifest, a record, results, align.yaml.
+Reads only. Stages leave files that say what they are: a manifest, a record, results, run.json.
 """
 
 import shlex
@@ -10,7 +10,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.alignment.config import BEGUN_BY
 from draftsmith.config import StatusConfig
 from draftsmith.core.errors import InputError, counted
 from draftsmith.core.io import JsonObject, read_json, require_keys
@@ -95,6 +94,7 @@ def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[H
         if read is not _alignment:
             return
         whole = held
+        break
     if depth:
         for inner in sorted(directory.iterdir()):
             if inner.is_dir() and not inner.name.startswith("."):
@@ -102,20 +102,12 @@ def _found(directory: Path, depth: int, whole: Held | None = None) -> Iterator[H
 
 
 def _alignment(directory: Path) -> Held | None:
-    file = directory / "align.yaml"
-    parts = list(directory.glob("*/"))
-    if not file.is_file():
-        divided = (directory / "prompts" / "source.json").is_file()
-        facts = "only its prompts are divided"
-        return _unfinished(directory, "an alignment", facts, None, parts) if divided else None
+    if not (directory / "distill.yaml").is_file():
+        return None
     report = directory / "eval" / "report.html"
-    facts = f"its options are in {file}"
-    lines = file.read_text(encoding="utf-8").splitlines()
-    typed = next((line for line in lines if line.startswith(BEGUN_BY)), "draftsmith align")
-    words = shlex.split(typed.removeprefix(BEGUN_BY))
-    before = words[: words.index("align")]
-    again = shlex.join([*before, "align", "--config", str(file), "--out", str(directory)])
-    begun = _unfinished(directory, "an alignment", facts, again, parts)
+    facts = "its stages have their options in .yaml files"
+    again = _identity(directory, "run.json").get("command")
+    begun = _unfinished(directory, "an alignment", facts, again, list(directory.glob("*/")))
     if begun.state == "running" or not report.is_file():
         return begun
     return replace(begun, state="finished", following=f"open {report}")

@@ -104,7 +104,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, words, target_d
     # What is printed before the work is short, and each stage begins with its command.
     before, *begun = err.split(f"draftsmith distill --config {out}/distill.yaml\n")
     assert len(begun) == 1 and 5 <= len(before.strip().splitlines()) <= 12
-    assert f"{out}/train-ce.yaml: lm, 6 steps of 2 x 2 rows, ce" in before
+    assert f"{out}/train-ce.yaml: kind lm, objective ce, steps 6, batch_size 2" in before
     # A file has what was given and chosen, with the reasons of what was chosen.
     text = (out / "train-jsd.yaml").read_text()
     assert "steps: 6\n" in text and "  # longest prompt and answer\n" in text
@@ -123,7 +123,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, words, target_d
     assert f"report: {out}/eval/report.html" in printed
     # The same command finds all done.
     made = timeless(out)
-    door.ok(*words)
+    door.ok(*words, "--json")
     assert timeless(out) == made
     # What contradicts the run that was begun is refused.
     said = door.refused(*words, "--distill.temperature", 0.5)
@@ -438,7 +438,7 @@ def test_choices_follow_what_is_given():
         balanced = chosen(given)["train"]
         assert (balanced.steps, balanced.eval_every) == (steps, every)
         assert chosen(replace(given, policy="id"))["train"].steps == steps
-    assert chosen(config_of(policy="id"))["train"].steps == train.steps // 2
+    assert 2 * chosen(config_of(policy="id"))["train"].steps == train.steps
     assert chosen(config_of(), temperature=0.0)["eval"].temperature == [0.0]
 
 
@@ -512,7 +512,7 @@ def test_a_chat_and_its_first_question_are_on_one_side(target_dir, tmp_path):
         read = read_prompts(source, tokenizer)
         sides.append(hold_out(source, read, 2).heldout)
         tokenizer.chat_template = day + str(tokenizer.chat_template)
-    held = [row["messages"] for row in sides[0]]
+    held: list[Any] = [row["messages"] for row in sides[0]]
     assert [row["messages"] for row in sides[1]] == held
     assert sorted(len(chat) for chat in held) == [1, 1, 3, 3]
     assert {chat[0]["content"] for chat in held if len(chat) == 1} == {

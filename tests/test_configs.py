@@ -126,7 +126,7 @@ def test_recipe_is_read_by_its_command(path, monkeypatch):
     for key, value in written.items():
         given = getattr(config, key)
         if isinstance(value, dict):
-            group = asdict(given)
+            group = given if isinstance(given, dict) else asdict(given)
             given = {name: group[name] for name in value}
         assert given == value, key
     if isinstance(config, EvalConfig):

@@ -29,9 +29,9 @@ def open_store(url: str, mode: str) -> io.BytesIO:
 ALIGN = (
     "align --target {target} --draft {draft} --prompts {address} --out out --policy id "
     "--train.steps 2 "
-    "--train.batch_size 2 --train.rows_per_step 4 --distill.max_new_tokens 4 "
+    "--train.batch_size 2 --train.accumulation 2 --distill.max_new_tokens 4 "
     "--distill.num_samples 2 "
-    "--distill.max_prompts 9 --heldout_prompts 3 --eval.max_prompts 3 --eval.max_new_tokens 4 "
+    "--distill.max_prompts 9 --eval.max_prompts 3 --eval.max_new_tokens 4 "
     "--eval.speed_prompts 0 "
     "--eval.bootstrap 100 --train.max_length 64"
 )
@@ -71,7 +71,7 @@ def test_they_are_in_no_file_and_no_message(
     assert any("/rows.jsonl" in text or "http://127.0.0.1" in text for text in texts)
     if words[0] == "align":
         code, _, err = door(*words)
-        assert code == 0 and "continuing what was begun" in err, err
+        assert code == 0, err
 
 
 def test_what_is_no_secret_stays():

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from draftsmith.alignment.stages import left_out_of
 from draftsmith.core.models import eos_ids, load_model
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.core.tokenization import decode_text, load_tokenizer
@@ -46,9 +45,6 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir):
     left_out = sum(int(line.split()[0]) for line in own["left_out_because"])
     assert left_out == 25 - len(found) and 5 < len(found) < 25
     assert f"prompts: kept {len(found)} of 25 texts" in out
-    assert left_out_of(summary) == [
-        f"{len(found)} of 25 are replayed; {'; '.join(own['left_out_because'])}"
-    ]
     assert summary["prompts_done"] == summary["prompts_read"] == len(found) == len(rows_of("set"))
     assert not Path("set/.prompts").exists()
     # Each is what the target itself goes on with, from its own seed.

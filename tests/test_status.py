@@ -3,6 +3,7 @@
 import json
 import shlex
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -97,17 +98,22 @@ def test_a_run_that_goes_on_elsewhere_records_its_new_places(tmp_path):
     assert record["places"] == {"data": "new", "out": str(moved)}
 
 
-def test_an_alignment_goes_on_from_its_file(tmp_path):
-    (tmp_path / "align.yaml").write_text("target: t\n")
+ALIGN = "draftsmith align --target t"
+
+
+def begin_alignment(directory: Path) -> None:
+    (directory / "distill.yaml").write_text("target: t\n")
+    claim(directory, {"config": {}}, by_content={}, command=ALIGN)
+
+
+def test_an_alignment_goes_on_by_its_command(tmp_path):
+    begin_alignment(tmp_path)
     (held,) = status(directory=str(tmp_path))["held"]
-    assert held["state"] == "unfinished"
-    assert held["following"] == (
-        f"draftsmith align --config {tmp_path}/align.yaml --out {tmp_path}"
-    )
+    assert (held["state"], held["following"]) == ("unfinished", ALIGN)
 
 
 def test_parts_of_an_alignment_go_on_with_it(out, tmp_path):
-    (tmp_path / "align.yaml").write_text("target: t\n")
+    begin_alignment(tmp_path)
     shutil.copytree(out / "draft", tmp_path / "plain")
     (tmp_path / "plain" / RECORD).unlink()
     whole, draft = status(directory=str(tmp_path))["held"]
@@ -119,9 +125,9 @@ def test_parts_of_an_alignment_go_on_with_it(out, tmp_path):
 
 
 def test_a_finished_part_of_an_alignment_says_which_and_what_that_does_next(out, tmp_path):
-    (tmp_path / "align.yaml").write_text("target: t\n")
+    begin_alignment(tmp_path)
     shutil.copytree(out / "set", tmp_path / "distilled")
-    again = f"draftsmith align --config {tmp_path}/align.yaml --out {tmp_path}"
+    again = ALIGN
     (made,) = status(directory=str(tmp_path / "distilled"))["held"]
     assert (made["state"], made["made_by"], made["following"]) == ("finished", again, again)
     assert made["facts"].endswith(f"; part of the alignment {tmp_path}")
@@ -162,15 +168,6 @@ def test_what_continues_a_run_is_what_was_typed(door, out, target_dir, draft_dir
     (held,) = status(directory=str(tmp_path))["held"]
     typed = shlex.join(map(str, ["draftsmith", "train", *words]))
     assert held["following"] == f"{typed} --out {tmp_path}/moved --heldout_fraction=.3"
-
-
-def test_an_alignment_of_which_only_prompts_are_divided_is_one(tmp_path):
-    (tmp_path / "prompts").mkdir()
-    (tmp_path / "prompts" / "source.json").write_text("{}")
-    for directory in (tmp_path, tmp_path / "prompts"):
-        (held,) = status(directory=str(directory))["held"]
-        assert (held["holds"], held["state"]) == ("an alignment", "unfinished")
-        assert held["facts"] == "only its prompts are divided"
 
 
 @pytest.mark.parametrize(

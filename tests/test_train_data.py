@@ -38,13 +38,11 @@ from draftsmith.train.data import (
 from draftsmith.train.loop import curves
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.optimizer import (
-    Cut,
     by_module,
     hidden_matrices,
     learning_rate,
     make_optimizer,
     orthogonal,
-    shortened_rate,
     usual_rate,
 )
 from draftsmith.train.stream import order, units
@@ -95,24 +93,6 @@ def test_with_wsd_the_rate_falls_over_the_last_fifth():
     assert rates[3:17] == pytest.approx([2.0] * 14)
     assert rates[18] == pytest.approx((2.0 + 0.5) / 2)
     assert rates[20] == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_a_shortened_run_ends_its_schedule_from_where_it_is(schedule):
-    optim = Optim(lr=2.0, warmup_steps=4, final_lr_fraction=0.25, schedule=schedule)
-    whole = [learning_rate(optim, step, 24) for step in range(25)]
-    cuts = [Cut(10, 24), Cut(14, 20)]
-    once, twice = (
-        [shortened_rate(optim, step, 16, cuts[:n]) for step in range(17)] for n in (1, 2)
-    )
-    # What was done stays done; the rest falls from there, without a jump, to the same end.
-    assert once[:11] == whole[:11] and once[16] == twice[16] == pytest.approx(0.5)
-    assert twice[:15] == [shortened_rate(optim, step, 20, cuts[:1]) for step in range(15)]
-    for rates in (once, twice):
-        assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
-    # Before the warm-up has ended, it is the schedule of a run of as many steps.
-    early = [shortened_rate(optim, step, 16, [Cut(3, 24)]) for step in range(17)]
-    assert early == [learning_rate(optim, step, 16) for step in range(17)]
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,10 @@ from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
 from draftsmith.core.record import read_record, train_longer
 from draftsmith.train.batch import Batch
 from draftsmith.train.batches import collate, make_batches
-from draftsmith.train.config import Optim, TrainConfig
+from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import load_examples
 from draftsmith.train.job import TrainingJob
 from draftsmith.train.objective import parse_objective
-from draftsmith.train.optimizer import learning_rate
 from draftsmith.train.stream import order
 from draftsmith.train.trainees.lm import LMTrainee
 from draftsmith.train.training_run import train
@@ -125,35 +124,6 @@ def _killed_at(door: Any, monkeypatch: pytest.MonkeyPatch, step: int, *words: ob
     with monkeypatch.context() as patched, pytest.raises(KeyError):
         patched.setattr("draftsmith.train.loop.make_batches", die)
         door(*words)
-
-
-@pytest.mark.slow
-def test_a_run_that_has_begun_is_shortened_and_its_steps_stay_done(
-    words, tmp_path, door, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    words = [*words, "--keep", 9]
-    _killed_at(door, monkeypatch, 7, *words)
-    shutil.copytree("draft", "killed")
-    _, err = door.ok(*words, "--steps", 10)
-    assert "train: 10 steps in place of 24; 6 are done" in err
-    rates = [line["lr"] for line in metrics(Path("draft"), "lr")]
-    whole = [learning_rate(Optim(lr=0.01, warmup_steps=3, schedule="wsd"), n, 24) for n in range(6)]
-    assert rates[:6] == whole and len(rates) == 10 and rates[-1] < rates[6]
-    made = result(Path("draft"))
-    # Asked again, also for fewer, it is done. More is a run of its own.
-    assert "stays as it is" in door.ok(*words, "--steps", 8)[1]
-    door.ok(*words, "--steps", 10)
-    assert result(Path("draft")) == made
-    assert "train longer: draftsmith train" in door.refused(*words)
-    # Killed on the way, it ends with the same bytes (law 7).
-    shutil.rmtree("draft")
-    Path("killed").rename("draft")
-    _killed_at(door, monkeypatch, 9, *words, "--steps", 10)
-    assert "steps is 10, now it is 24" in door.refused(*words)
-    assert "now it is 0.2" in door.refused(*words, "--steps", 9, "--optim.lr", 0.2)
-    door.ok(*words, "--steps", 10)
-    assert result(Path("draft")) == made
 
 
 @pytest.mark.slow
@@ -356,8 +326,6 @@ def test_a_finished_draft_is_trained_longer_by_the_command_that_is_said(
     said = door.ok("train", *words, "--out", first)[0]
     command = train_longer(str(first))
     assert f"; train longer: {command}" in said
-    more_steps = door.refused("train", *words, "--steps", 9, "--out", first)
-    assert f"was trained for {steps} steps and is finished; train longer: {command}" in more_steps
     program, name, *longer = shlex.split(command)
     assert (program, name) == ("draftsmith", "train")
     door.ok(name, *longer)

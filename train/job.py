@@ -12,7 +12,6 @@ from draftsmith.core.tokenization import Tokenizer
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import Examples
 from draftsmith.train.objective import Objective
-from draftsmith.train.optimizer import Cut
 from draftsmith.train.world import World
 
 
@@ -22,7 +21,7 @@ class TrainingJob:
 
     tokenizer: saved with the draft. date: in the prompts, if the chat template prints one.
     drafted: the tokens of the draft's vocabulary, chosen once; None for all. identity: settings
-    that must match for a run to resume this one. cuts: where it was shortened.
+    that must match for a run to resume this one.
     """
 
     config: TrainConfig
@@ -35,7 +34,6 @@ class TrainingJob:
     date: str | None = None
     drafted: list[int] | None = None
     identity: JsonObject = field(default_factory=dict)
-    cuts: tuple[Cut, ...] = ()
 
     @property
     def rows_per_step(self) -> int:
@@ -43,10 +41,9 @@ class TrainingJob:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the whole run; a run that is shortened does one more at least."""
+        """Optimizer steps of the whole run."""
         rows = self.config.epochs * len(self.training)
-        asked = self.config.steps or math.ceil(rows / self.rows_per_step)
-        return max([asked, *(cut.at + 1 for cut in self.cuts)])
+        return self.config.steps or math.ceil(rows / self.rows_per_step)
 
     def evaluates(self, step: int) -> bool:
         """Whether a held-out evaluation follows after this many steps."""

@@ -28,7 +28,7 @@ from draftsmith.train import checkpoint, parallel
 from draftsmith.train.batch import Batch, LossSums
 from draftsmith.train.batches import collate, heldout_batches, make_batches, reads
 from draftsmith.train.job import Position, TrainingJob
-from draftsmith.train.optimizer import learning_rate, make_optimizer, shortened_rate
+from draftsmith.train.optimizer import learning_rate, make_optimizer
 from draftsmith.train.parallel import Copies
 from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.tracking import curve_names, log_again
@@ -71,10 +71,7 @@ def training_step(
     `curves`.
     """
     config = job.config
-    if job.cuts:
-        rate = shortened_rate(config.optim, step, job.steps, job.cuts)
-    else:
-        rate = learning_rate(config.optim, step, job.steps)
+    rate = learning_rate(config.optim, step, job.steps)
     rates = {"lr": rate}
     for group in wrapped.optimizer.param_groups:
         group["lr"] = rate * group.get("multiple", 1.0)

@@ -6,7 +6,7 @@ for matrices between hidden states; rows of a vocabulary, norms and biases stay 
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -47,48 +47,22 @@ def _rounded(value: float) -> float:
     return float(f"{value:.0e}")
 
 
-@dataclass(frozen=True)
-class Cut:
-    """Where a run was shortened: after `at` steps, when it had `steps` of them."""
-
-    at: int
-    steps: int
-
-
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """Learning rate of optimizer step `step` (from 0) of `steps`.
 
     After a linear warm-up it falls as a cosine to the final fraction: at once, or with `wsd` over
     the last fifth of the steps.
     """
-    return shortened_rate(optim, step, steps, ())
-
-
-def shortened_rate(optim: Optim, step: int, steps: int, cuts: Sequence[Cut]) -> float:
-    """`learning_rate` of a run that was shortened: from a cut on it falls from where it then is."""
     assert optim.lr is not None
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
-    share = 1.0
     start = optim.warmup_steps
-    for cut in cuts:
-        if step < cut.at:
-            steps = cut.steps
-            break
-        share = _fallen(optim, share, cut.at, range(start, cut.steps))
-        start = max(start, cut.at)
-    return optim.lr * _fallen(optim, share, step, range(start, steps))
-
-
-def _fallen(optim: Optim, share: float, step: int, steps: range) -> float:
-    """Share of the peak rate at a step, if it falls from `share` over these steps."""
-    start = steps.start
     if optim.schedule == "wsd":
-        start = max(start, steps.stop - math.ceil(_DECAY * steps.stop))
-    through = (step - start) / max(1, steps.stop - start)
+        start = max(start, steps - math.ceil(_DECAY * steps))
+    through = (step - start) / max(1, steps - start)
     cosine = 1 + math.cos(math.pi * max(0.0, through))
     fraction = optim.final_lr_fraction
-    return fraction + (share - fraction) * 0.5 * cosine
+    return optim.lr * (fraction + (1 - fraction) * 0.5 * cosine)
 
 
 def make_optimizer(draft: Draft, optim: Optim) -> "Optimizers":

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.agreement import agree, difference
+from draftsmith.core.agreement import agree
 from draftsmith.core.devices import attention_of_any_length, generators_kept
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
@@ -44,7 +44,7 @@ from draftsmith.core.options import (
 from draftsmith.core.prompts import write_prompt_hashes
 from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import from_main, is_main, on_main, own_group, say
-from draftsmith.core.record import RECORD, read_record, train_longer
+from draftsmith.core.record import RECORD, read_record
 from draftsmith.core.runs import Run, claim, kept_identity
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
@@ -73,7 +73,7 @@ from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.loop import Progress, fit
 from draftsmith.train.losses import LossFn
 from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
-from draftsmith.train.optimizer import Cut, by_module, hidden_matrices, usual_rate
+from draftsmith.train.optimizer import by_module, hidden_matrices, usual_rate
 from draftsmith.train.parallel import load_weights
 from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.trainee import Trainee
@@ -134,14 +134,11 @@ def train(
         run.begin()
         kept = from_main(lambda: kept_identity(out, _RECORDS))
         published = from_main(lambda: checkpoint.is_published(job))
-        if kept:
-            loaded.job = job = _as_long_as_asked(job, kept, published)
-        elif job.drafted is not None:
+        if not kept and job.drafted is not None:
             tokens = {"tokens": job.drafted}
             on_main(lambda: write_sealed(job.draft_vocabulary, tokens))
-        changed = job.identity.get("shortened") != kept.get("shortened")
         places = known_by_content(config)
-        from_main(lambda: claim(out, job.identity, _RECORDS, places, command, changed))
+        from_main(lambda: claim(out, job.identity, _RECORDS, places, command))
         for directory in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, directory))
         if published:
@@ -161,40 +158,6 @@ def train(
     atexit.register(leave_processes)
     summary = {"checkpoint": str(out)} | {key: record[key] for key in _SUMMARY if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
-
-
-def _as_long_as_asked(job: TrainingJob, kept: JsonObject, published: bool) -> TrainingJob:
-    """Return the job with the cuts of its schedule: fewer steps than its run has are a new cut, at
-    its newest checkpoint. What is finished stays as it is.
-
-    kept: the identity of the run that began here. Raise InputError, with what to type, for a
-    finished draft that is to be trained longer.
-    """
-    out = job.config.out
-    cuts = tuple(Cut(**cut) for cut in kept.get("shortened", []))
-    began = {key: kept["config"][key] for key in ("steps", "epochs")}
-    begun = replace(job, cuts=cuts, config=replace(job.config, **began))
-    identity = job.identity | {"config": job.identity["config"] | began}
-    if cuts:
-        job = replace(job, cuts=cuts)
-        identity["shortened"] = kept["shortened"]
-    if published and job.steps > begun.steps and (longer := train_longer(out)):
-        raise InputError(
-            f"--out {out}: was trained for {begun.steps} steps and is finished; train longer: "
-            f"{longer}"
-        )
-    if job.steps <= begun.steps and not difference(kept, identity):
-        if published and job.steps < begun.steps:
-            say(f"{out}: is finished after {begun.steps} steps and stays as it is")
-        if published or job.steps == begun.steps:
-            return replace(begun, identity=identity)
-        newest = checkpoint.newest(job)
-        cuts = (*cuts, Cut(checkpoint.step_of(newest) if newest else 0, begun.steps))
-        job = replace(job, cuts=cuts)
-        say(f"train: {job.steps} steps in place of {begun.steps}; {cuts[-1].at} are done")
-    if not cuts:
-        return job
-    return replace(job, identity=job.identity | {"shortened": [asdict(cut) for cut in cuts]})
 
 
 @dataclass

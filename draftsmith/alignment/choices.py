@@ -201,7 +201,9 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
         if not draft.replays:
             values["steps"] = steps
     replayed = share if draft.replays else 0.0
-    total = choices.choose("steps", round(steps / (1 - replayed)), reason)
+    total = round(steps / (1 - replayed))
+    if "epochs" not in values:
+        total = choices.choose("steps", total, reason)
     warmup = min(100, max(1, steps // 20))
     choices.choose("optim.warmup_steps", warmup, f"{total} steps")
     # A held-out row costs about a third of a trained one: measuring then takes a sixth as long as

@@ -23,6 +23,7 @@ from draftsmith.core.options import (
     Spec,
     options,
 )
+from draftsmith.core.prompt_rows import parse_named
 from draftsmith.distill.config import DistillConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import DraftKind, TrainConfig
@@ -95,6 +96,8 @@ class AlignConfig(LargeTargetOptions, RunOptions):
             raise InputError("plain: every draft is trained so with --policy id; leave it out")
         for spec in self.objective:
             parse_objective(spec)
+        parse_named("id", self.id)
+        parse_named("ood", self.ood)
 
     @property
     def directory(self) -> Path:

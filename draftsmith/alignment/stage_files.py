@@ -67,8 +67,8 @@ class Stage:
             text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
             shown = text.removesuffix("...\n").strip()
             why = []
-            for option, reason in self.reasons.items():
-                group, _, inner = option.partition(".")
+            for name, reason in self.reasons.items():
+                group, _, inner = name.partition(".")
                 if group == key:
                     why.append(f"{inner}: {reason}" if inner else reason)
             comment = f"  # {'; '.join(why)}" if why else ""

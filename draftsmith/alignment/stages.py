@@ -5,7 +5,7 @@ commands call.
 import gc
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,10 @@ from draftsmith.train.training_run import train
 
 # What is said of each stage before the work.
 _SAID = {
-    "distill": "{num_samples} answers to {max_prompts} prompts, at most {max_new_tokens} tokens",
-    "general": "{prompts}, texts that the target writes by itself",
-    "train": "{kind}, {steps} steps of {batch_size} x {accumulation} rows, {objective}",
-    "eval": "{max_prompts} prompts of each set, temperature {temperature}, {tree}",
+    "distill": ["max_prompts", "num_samples", "max_new_tokens"],
+    "general": ["prompts", "max_new_tokens"],
+    "train": ["kind", "objective", "steps", "batch_size", "accumulation"],
+    "eval": ["max_prompts", "temperature", "tree"],
 }
 
 
@@ -120,7 +120,8 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
     stages = from_main(lambda: [read_stage(name, file) for name, file in files.items()])
     on_main(lambda: _delete(config, stages))
     for stage in stages:
-        say(f"{stage.file}: {_SAID[stage.name].format(**asdict(stage.options))}")
+        values = [f"{key} {getattr(stage.options, key)}" for key in _SAID[stage.name]]
+        say(f"{stage.file}: {', '.join(values)}")
     say("Edit these files to change what the stages do. Progress bars tell how long they take.")
     return stages
 
@@ -130,14 +131,14 @@ def _claim(config: AlignConfig, command: str) -> None:
     identity = given_options(config)
     if Path(config.prompts).is_file():
         identity["prompts"] = sha256_file(Path(config.prompts))
-    claim(config.directory, identity, by_content=known_by_content(config), command=command)
+    places = known_by_content(config)
+    claim(config.directory, {"config": identity}, by_content=places, command=command)
 
 
 def _begin(config: AlignConfig, command: str) -> None:
     """Look, choose, hold out prompts, and write the files that are missing."""
     with waiting("align: reads the target and the prompts"):
         facts, prompts = look(config)
-    prompts.say_skipped()
     stages: list[Stage] = []
     for name, file in files_of(config).items():
         if file.is_file():
@@ -160,6 +161,7 @@ def _begin(config: AlignConfig, command: str) -> None:
             stage.write()
 
     on_main(write)
+    prompts.say_skipped()
 
 
 def _started(config: AlignConfig) -> AlignConfig:
@@ -167,7 +169,7 @@ def _started(config: AlignConfig) -> AlignConfig:
     start = config.directory / "start"
     if not start.exists():
         options = InitConfig(
-            method=config.init,
+            method="prune",
             out=str(start),
             target=config.target,
             prompts=config.prompts,

@@ -311,14 +311,13 @@ def claim(
     records: Sequence[str] = ("run.json",),
     by_content: JsonObject | None = None,
     command: str | None = None,
-    changed: bool = False,
 ) -> bool:
     """Claim `directory` for this run; return whether a run of the same identity began it.
 
     identity: everything that decides the result; JSON. records: files that may hold an identity; a
     new run writes the last. by_content: options that are known by their content, kept for readers
     of the record as they are now, with `out`. command: what began the run, or goes on with it now.
-    changed: keep this identity in place of another. If the identities differ, raise InputError
+    If the identities differ, raise InputError
     naming the first key that differs.
     """
     remove_leftovers(directory)
@@ -328,9 +327,9 @@ def claim(
     if command is not None:
         record["command"] = without_secrets(as_typed(command))
     begun = _begun(directory, records)
-    if begun is None or changed:
-        write_sealed(begun or directory / records[-1], record)
-        return changed
+    if begun is None:
+        write_sealed(directory / records[-1], record)
+        return False
     kept = read_json(begun, _RUN, ["identity"])
     if differs := difference(kept["identity"], current):
         raise ChangedError(

@@ -33,7 +33,7 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 # What directories without a model are, by a file in them.
 _OTHERS = {
-    "align.yaml": "align has made no draft here yet; run its command again to go on",
+    "distill.yaml": "align has made no draft here yet; run its command again to go on",
     "manifest.json": "is a set of answers, which `train --data` reads, and no model",
 }
 
