@@ -90,9 +90,7 @@ def main(argv: list[str] | None = None) -> bool:
         "--keep", nargs="*", default=[], help="NAME=PROMPTS: sets on which nothing may be lost"
     )
     parser.add_argument("--require", nargs="+", default=["gain[recent] > 0", "gain >= -0.02"])
-    parser.add_argument(
-        "--steps", type=int, default=200, help="that the log alone would fill; replay doubles them"
-    )
+    parser.add_argument("--steps", type=int, default=400, help="half of each is replayed text")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument(
         "--max_new_tokens", type=int, default=64, help="of the texts that are replayed and measured"
@@ -126,7 +124,7 @@ def main(argv: list[str] | None = None) -> bool:
     ds.distill(ds.DistillConfig(**common, **texts, out=general))
     training = {
         "objective": "jsd:beta=0.5",
-        "steps": 2 * options.steps,
+        "steps": options.steps,
         "optim": ds.Optim(lr=options.lr),
     }
     training |= {"max_length": min(2048, max(len(ids) + len(answer) for _, ids, answer in rows))}

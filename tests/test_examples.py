@@ -61,7 +61,7 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
         "--out",
         str(tmp_path / "rounds"),
     ]
-    words += ["--keep", f"keep={keep}", "--steps", "4", "--lr", "0.01", "--max_new_tokens", "6"]
+    words += ["--keep", f"keep={keep}", "--steps", "8", "--lr", "0.01", "--max_new_tokens", "6"]
 
     assert not adapt.main([*words, "--require", "gain[recent] > 0.99"])
     assert served.resolve() == Path(draft_dir)
