@@ -69,10 +69,10 @@ class SpeculativeDecoder:
     proposer: one of `decode`, or your own (`decode.propose.protocol.Proposer` has an example).
     tree: what `parse_tree` takes, or a shape; by default one that suits the proposer. verifier: a
     key of `VERIFIERS` or your own `Verifier`; by default one that suits proposer and tree. fast:
-    use the lean forward and, without `compile`, packed weights. The target is not changed;
-    `take_over(target)` saves memory (`decode.packed_weights`). compile: True records each step as a
-    CUDA graph when it first occurs; the name of a torch.compile backend also compiles it, on a CPU
-    too. `fast` and `compile` change outputs by rounding only; a target that verifies chains only
+    use the lean forward and, without `compile`, the packed weights of a target that `take_over`
+    gave away (`decode.packed_weights`). compile: True records each step as a CUDA graph when it
+    first occurs; the name of a torch.compile backend also compiles it, on a CPU too. `fast` and
+    `compile` change outputs by rounding only; a target that verifies chains only
     (`decode.supported_models.ability`) ignores them. Raises ValueError if the parts do not fit.
     """
 

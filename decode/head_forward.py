@@ -89,8 +89,7 @@ def head_forward(model: nn.Module, packs: Packs) -> "HeadForward | None":
     if not _is_plain(head) or not worth_packing(head, packs):
         return None
     parts = _parts(head, LayerMaker(packs, any_size=True, dtype=torch.float32))
-    if packs.owned:
-        packs.prepare(head)
+    packs.prepare(head)
     if not parts.packed:
         return None
     kind = BlockHeadForward if isinstance(head, BlockHead) else EagleForward
@@ -122,12 +121,11 @@ def has_own_forward(head: nn.Module) -> bool:
 
 def worth_packing(head: nn.Module, packs: Packs) -> bool:
     """Whether the kernel is there, and faster than torch."""
-    if not packs.native or kernel() is None:
+    if not packs.native:
         return False
-    parameters = list(head.parameters())
-    large = sum(weight.numel() for weight in parameters) >= SMALLEST_MODEL
     # Torch multiplies 16 bits slowly on a CPU.
-    return large or parameters[0].dtype != torch.float32
+    narrow = next(head.parameters()).dtype != torch.float32
+    return narrow or packs.parameters >= SMALLEST_MODEL
 
 
 def packed_projection(projection: OutputProjection) -> FusedLinear | None:
@@ -149,25 +147,23 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             feature_norm=maker.vector(layer.hidden_norm),
             feature_normed=layer.norm_before_residual,
         )
-        deeper = enumerate(head.deeper, 1)
-        layers = [maker.layer(layer, 0, _KIND, normed=False)]
-        layers += [maker.layer(each, index, _KIND) for index, each in deeper]
+        layers = [maker.layer(layer, _KIND, normed=False)]
+        layers += [maker.layer(each, _KIND) for each in head.deeper]
         return _Parts(
             layers=layers,
             opening=opening,
             norm=maker.norm(head.norm),
             raw_features=not head.config.norm_output,
-            logits=maker.fused("lm_head", [head.lm_head]),
+            logits=maker.fused([head.lm_head]),
         )
     normed = not isinstance(head, EagleHead)
-    numbered = enumerate(head.layers)
-    layers = [maker.layer(layer, index, _KIND, normed=normed) for index, layer in numbered]
+    layers = [maker.layer(layer, _KIND, normed=normed) for layer in head.layers]
     norm = maker.norm(head.norm) if normed else None
     if isinstance(head, BlockHead):
         return _Parts(layers=layers, opening=Opening(), norm=norm)
     return _Parts(
         layers=layers,
-        opening=Opening(fc=maker.fused("fc", [head.fc])),
+        opening=Opening(fc=maker.fused([head.fc])),
         norm=norm,
         logits=packed_projection(head.borrowed.projection),
     )

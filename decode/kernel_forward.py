@@ -93,20 +93,18 @@ class Layer:
 
 @dataclass(frozen=True)
 class LayerMaker:
-    """Turns modules of a model into what its forward multiplies. packs: None for torch. any_size:
-    pack small matrices too. dtype: of products. family: names of the modules.
+    """Turns modules of a model into what its forward multiplies. any_size: pack small matrices too.
+    dtype: of products. family: names of the modules.
     """
 
-    packs: Packs | None
+    packs: Packs
     any_size: bool
     dtype: torch.dtype
     family: Family = LLAMA
 
-    def fused(self, name: str, linears: Sequence[nn.Module]) -> FusedLinear:
-        """Linear layers with the same input; `name`: key of their matrix in the model."""
-        matrix = None
-        if self.packs is not None:
-            matrix = self.packs.matrix(name, linears, any_size=self.any_size)
+    def fused(self, linears: Sequence[nn.Module]) -> FusedLinear:
+        """Linear layers with the same input."""
+        matrix = self.packs.matrix(linears, any_size=self.any_size)
         return FusedLinear(linears, matrix, self.dtype)
 
     def vector(self, norm: Any) -> Tensor:
@@ -123,29 +121,29 @@ class LayerMaker:
             bias_D=None if bias is None else bias.detach().to(self.dtype).contiguous(),
         )
 
-    def layer(self, layer: nn.Module, index: int, kind: str, *, normed: bool = True) -> Layer:
+    def layer(self, layer: nn.Module, kind: str, *, normed: bool = True) -> Layer:
         """A decoder layer of the family. normed: False if it reads its input as it is."""
         family = self.family
-        modules = dict(layer.named_modules())
+        names = {name for name, _ in layer.named_modules()}
 
-        def fused(name: str, parts: Sequence[str]) -> FusedLinear:
-            return self.fused(f"{index}.{name}", [modules[part] for part in parts])
+        # Modules are not kept: packed ones take their place.
+        def fused(parts: Sequence[str]) -> FusedLinear:
+            return self.fused([layer.get_submodule(part) for part in parts])
 
         def weight(name: str | None) -> Tensor | None:
-            known = name is not None and name in modules
-            return self.vector(modules[name]) if known else None
+            return self.vector(layer.get_submodule(name)) if name and name in names else None
 
         return Layer(
             kind=kind,
-            norm=self.norm(modules[family.norm]) if normed else None,
-            qkv=fused("qkv", family.qkv),
+            norm=self.norm(layer.get_submodule(family.norm)) if normed else None,
+            qkv=fused(family.qkv),
             query_norm=weight(family.query_norm),
             key_norm=weight(family.key_norm),
-            out=fused("out", [family.out]),
+            out=fused([family.out]),
             out_norm=weight(family.out_norm),
-            ffn_norm=self.norm(modules[family.ffn_norm]),
-            gate_up=fused("gate_up", family.up),
-            down=fused("down", [family.down]),
+            ffn_norm=self.norm(layer.get_submodule(family.ffn_norm)),
+            gate_up=fused(family.up),
+            down=fused([family.down]),
             down_norm=weight(family.down_norm),
         )
 

@@ -38,19 +38,18 @@ from draftsmith.decode.kernel_forward import (
     joined,
 )
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel
-from draftsmith.decode.packed_weights import KINDS, PackedEmbedding, Packs, is_four_bits
+from draftsmith.decode.packed_weights import Packed, PackedEmbedding, Packs, is_four_bits
 from draftsmith.decode.rotary_table import RotaryTable, has_table
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, to_target
 
 _PLAIN = {nn.Linear, nn.Embedding, nn.LayerNorm, nn.ModuleList, nn.SiLU, nn.ReLU, nn.Dropout}
-_PLAIN |= KINDS
 # Known hooks: transformers' own for hidden states, otherwise silent, and the one that widens a
 # trimmed draft's logits, which is done here too.
 _KNOWN_HOOKS = ("transformers.utils.output_capturing", draft_vocabulary.__module__)
 
 
-def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | None":
-    """Return the lean forward of a model, by torch if `packs` is None.
+def lean_forward(model: PreTrainedModel, packs: Packs) -> "LeanForward | None":
+    """Return the lean forward of a model.
 
     Return None if the model is not plainly of a known family: another class or attention, hooks,
     adapters, patched or quantised layers, several dtypes or devices, or frequencies that depend on
@@ -64,17 +63,12 @@ def lean_forward(model: PreTrainedModel, packs: Packs | None) -> "LeanForward | 
         return None
     kernel_only = not family.by_torch
     activation = getattr(model.config, family.activation)
-    if kernel_only and (packs is None or not packs.native or activation not in ACTIVATIONS):
+    if kernel_only and not (packs.native and activation in ACTIVATIONS):
         return None
     if not _has_parts(model, family):
         return None
-    four_bits = packs is not None and packs.native
-    for module in model.modules():
-        plain = _is_plain(module, type(model)) or (four_bits and is_four_bits(module))
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        hooked = any(getattr(hook, "__module__", "") not in _KNOWN_HOOKS for hook in hooks)
-        if not plain or hooked or "forward" in module.__dict__:
-            return None
+    if not all(_is_plain(module, type(model), packs) for module in model.modules()):
+        return None
     # A list of the weights would keep those that packed ones replace.
     kinds = {
         (type(weight), weight.device, weight.dtype)
@@ -145,10 +139,16 @@ def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
     )
 
 
-def _is_plain(module: nn.Module, model: type) -> bool:
-    """Whether a module is torch's or transformers', as a model of this class has it."""
+def _is_plain(module: nn.Module, model: type, packs: Packs) -> bool:
+    """Whether a module is torch's or transformers', as a model of this class has it, and nothing
+    was hung on it.
+    """
     kind = type(module)
-    return kind in _PLAIN or kind.__module__ in (model.__module__, "transformers.activations")
+    known = kind in _PLAIN or isinstance(module, Packed) or (packs.native and is_four_bits(module))
+    known = known or kind.__module__ in (model.__module__, "transformers.activations")
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    hooked = any(getattr(hook, "__module__", "") not in _KNOWN_HOOKS for hook in hooks)
+    return known and not hooked and "forward" not in module.__dict__
 
 
 class LeanForward:
@@ -157,29 +157,25 @@ class LeanForward:
     `dtype`: of products, masks and cache. fp32 with the kernel, else the model's.
     """
 
-    def __init__(self, model: PreTrainedModel, packs: Packs | None, family: Family) -> None:
+    def __init__(self, model: PreTrainedModel, packs: Packs, family: Family) -> None:
         body: Any = model.get_submodule(family.body)
-        head: Any = model.lm_head
         config: Any = model.config
         last_norm = getattr(body, family.last_norm)
-        on_cpu = packs is not None and packs.native and model.device.type == "cpu"
-        functions = kernel() if on_cpu else None
+        functions = kernel() if packs.native else None
         self.sizes = _sizes(model, family)
         self.act = ACT2FN[getattr(config, family.activation)]
-        self.embedding: nn.Module = getattr(body, family.embedding)
         self._state_dtype: torch.dtype = last_norm.weight.dtype
         self.dtype = self._state_dtype if functions is None else torch.float32
-        self._packs = packs
         self._by_torch_too = family.by_torch
         # Torch would multiply 16 bits slowly on a CPU, and cannot multiply four.
-        large = sum(map(torch.numel, model.parameters())) >= SMALLEST_MODEL
+        large = packs.parameters >= SMALLEST_MODEL
         four_bits = any(four_bit_state(weight) is not None for weight in model.parameters())
         known = getattr(config, family.activation) in ACTIVATIONS
         needed = self.dtype != self._state_dtype or four_bits or not family.by_torch
         self._any_size = needed or (known and large)
         maker = LayerMaker(packs, self._any_size, self.dtype, family)
         self.norm = maker.norm(last_norm)
-        self.head = maker.fused("head", [head])
+        self.head = maker.fused([model.get_submodule("lm_head")])
         # Of a trimmed draft: the tokens of the head's rows.
         self._ids_D = draft_vocabulary(model)
         self._vocabulary = vocabulary_size(model)
@@ -187,11 +183,13 @@ class LeanForward:
         kinds = _kinds(model)
         rotary = getattr(body, "rotary_emb", None)
         self.rotary = RotaryTable(rotary, set(kinds), self.norm.weight_D)
-        layers = enumerate(body.layers[: config.num_hidden_layers])
-        self.layers = [maker.layer(layer, index, kinds[index]) for index, layer in layers]
+        layers = zip(body.layers, kinds, strict=False)
+        self.layers = [maker.layer(layer, kind) for layer, kind in layers]
         packed = self.head.matrix is not None and all(layer.packed for layer in self.layers)
-        tied = head._parameters["weight"] is self.embedding._parameters["weight"]
-        table = self._embedding_table(tied) if packed and known else None
+        table: PackedMatrix | Tensor | None = None
+        if packed and known:
+            table = self._embedding_table(getattr(body, family.embedding), packs)
+        self.embedding: nn.Module = getattr(body, family.embedding)
         places_ND = None
         if family.places is not None:
             places = getattr(body, family.places)
@@ -208,17 +206,12 @@ class LeanForward:
                 places_ND=places_ND,
             )
 
-    def _embedding_table(self, tied: bool) -> PackedMatrix | Tensor | None:
+    def _embedding_table(self, embedding: Any, packs: Packs) -> PackedMatrix | Tensor | None:
         """Return the embedding as the kernel reads it, packed or in fp32."""
-        embedding: Any = self.embedding
-        if isinstance(embedding, PackedEmbedding):
-            return embedding.place.matrix if embedding.place.whole else None
-        if self.dtype == self._state_dtype:
-            return embedding.weight.contiguous()
-        if tied:
-            return self.head.matrix
-        assert self._packs is not None
-        return self._packs.matrix("embedding", [embedding], any_size=True)
+        if self.dtype == self._state_dtype and not isinstance(embedding, PackedEmbedding):
+            table: Tensor = embedding.weight.contiguous()
+            return table
+        return packs.matrix([embedding], any_size=True)
 
     def run(
         self,

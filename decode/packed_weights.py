@@ -5,33 +5,32 @@ Decoding multiplies every weight matrix with 1 to 60 rows, and takes the time of
 weights. On other devices, or without a compiler, torch multiplies. Products are in fp32, also of
 models in bf16 and fp16.
 
-A model that is handed in is not changed: packed weights stand beside its own, for the lean forward
-of the families that it knows (`families`); other architectures run their own forward.
-`take_over(model)` gives a model to its decoders: packed weights replace its own, which halves its
-memory, and every architecture multiplies with them.
+`take_over(model)` gives a model to its decoders. They put `PackedLinear` and the like in the place
+of its modules, which halves its memory. A model that was not given away is never changed, and torch
+multiplies it.
 
 Legend: X rows, I inputs, O outputs of a linear layer.
 """
 
 import ctypes
-import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.device_map import in_parts
+from draftsmith.core.models import parameter_count
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
 _SMALLEST = 1 << 16
-_SAMPLE = 64  # values of a weight that are compared to notice a change
 _KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
 
 
@@ -58,7 +57,6 @@ class PackedRows:
     count: int
     dtype: torch.dtype
     transposed: bool = False
-    copied: bool = False  # whether the module keeps the weight too
     _last: "weakref.ref[Tensor] | None" = None
 
     @property
@@ -81,38 +79,32 @@ class PackedRows:
 
 
 class Packed(nn.Module):
-    """A module with a packed weight, which it got as a new `__class__`: who holds it need not know.
+    """A linear layer with a packed weight, in the place of `own`. `weight` and `state_dict()` give
+    the values; the parameter is empty, but of 4-bit layers, which keep theirs.
 
-    Its states, with what `module.weight` and `state_dict()` give:
-
-        plain       own class                    its parameter
-        taken over  `PackedLinear`, ...          values unpacked from `place`; the parameter has the
-                                                 shape only, and NaN
-        4 bits      `Packed` and its own class   its parameter, which `place` copies
-
-    Between `kernel_products`, the kernel multiplies; outside, its own class does.
+    Between `kernel_products` the kernel multiplies; outside, torch does, as `own` would.
     """
 
-    place: PackedRows
+    def __init__(self, own: nn.Module, place: PackedRows, parameter: Any) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(vars(own))
+        self._parameters = own._parameters | {"weight": parameter}
+        self.place = place
+        # For those who need no more of the weight, which would be unpacked for them
+        # (`drafts.heads.borrowed`).
+        self.dtype = place.dtype
 
-    # For those who need no more of the weight, which would be unpacked for them
-    # (`drafts.heads.borrowed`).
-    dtype: Any = property(lambda self: self.place.dtype)
-
-    def _values(self) -> Tensor | None:
-        return self._parameters["weight"] if self.place.copied else self.place.values()
+    def _values(self) -> Any:
+        kept: Any = self._parameters["weight"]
+        return kept if kept.numel() else self.place.values()
 
     weight: Any = property(_values)
 
     def forward(self, x: Tensor) -> Tensor:
         place = self.place
-        matrix = place.matrix
-        if isinstance(self, nn.Embedding):
-            ids_N = x.reshape(-1).long()
-            rows_NI = matrix.rows(ids_N + place.first)
-            return rows_NI.unflatten(0, x.shape).to(place.dtype)
         if not _KERNEL_PRODUCTS.get() or not place.whole:
             return super().forward(x)
+        matrix = place.matrix
         bias_O = self._parameters["bias"]
         x_XI = x.reshape(-1, matrix.inputs).float()
         y_XO = matrix.linear(x_XI.contiguous(), None if bias_O is None else bias_O.float())
@@ -123,7 +115,7 @@ class Packed(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not self.place.copied:
+        if not destination[prefix + "weight"].numel():
             destination[prefix + "weight"] = self.weight
 
 
@@ -136,35 +128,32 @@ class PackedConv1D(Packed, Conv1D):
 
 
 class PackedEmbedding(Packed, nn.Embedding):
-    """`nn.Embedding` with a packed weight, shared with the output projection."""
-
-
-class PackedScaled(PackedEmbedding):
-    """The embedding of Gemma 2 and 3, which is scaled: its own forward reads the dtype of `weight`,
-    which would unpack it.
-    """
-
-    embed_scale: Any
+    """`nn.Embedding` with a packed weight, also that of Gemma 2 and 3, which is scaled."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.embed_scale.to(self.dtype)
+        ids_N = x.reshape(-1).long()
+        rows_NI = self.place.matrix.rows(ids_N + self.place.first)
+        embedded = rows_NI.unflatten(0, x.shape).to(self.dtype)
+        scale = getattr(self, "embed_scale", None)
+        return embedded if scale is None else embedded * scale.to(self.dtype)
 
 
-PACKED: dict[type, type] = {
+_PACKED: dict[type[nn.Module], type[Packed]] = {
     nn.Linear: PackedLinear,
     Conv1D: PackedConv1D,
     nn.Embedding: PackedEmbedding,
 }
-KINDS = {PackedScaled, *PACKED.values()}
 _SCALED = ("Gemma2TextScaledWordEmbedding", "Gemma3TextScaledWordEmbedding")
 
 
-def _packed_kind(module: nn.Module) -> type | None:
-    """The class of this module once its weight is packed; None if it must keep its own."""
+def _packed_kind(module: nn.Module) -> type[Packed] | None:
+    """The class that takes the place of a module; None if it stays."""
     kind = type(module)
-    if kind.__name__ in _SCALED:
-        return PackedScaled
-    return kind if kind in KINDS else PACKED.get(kind)
+    if isinstance(module, Packed):
+        return type(module)
+    if kind.__name__ == "Linear4bit":
+        return type("PackedLinear4bit", (Packed, kind), {})
+    return PackedEmbedding if kind.__name__ in _SCALED else _PACKED.get(kind)
 
 
 def is_four_bits(module: nn.Module) -> bool:
@@ -173,26 +162,40 @@ def is_four_bits(module: nn.Module) -> bool:
     return known and getattr(module, "compute_dtype", None) in (None, torch.float32)
 
 
-class Packs:
-    """The packed weights of one model, shared by its decoders (`packs_of`)."""
+class _Slot(NamedTuple):
+    """Where a module stands."""
 
-    def __init__(self, model: nn.Module, *, owned: bool = False) -> None:
-        weights = [weight for weight in model.parameters() if four_bit_state(weight) is None]
+    parent: nn.Module
+    name: str
+
+
+class Packs:
+    """The packed weights of a model that was taken over; of no model, if it packs nothing."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        # By parameter, the modules that hold it.
+        self._slots: dict[Tensor, list[_Slot]] = defaultdict(list)
+        self._rows: PackedMatrix | None = None
+        self.parameters = 0 if model is None else parameter_count(model)
+        modules = [] if model is None else list(model.modules())
+        parameters = [] if model is None else list(model.parameters())
+        weights = [weight for weight in parameters if four_bit_state(weight) is None]
         # A model in several dtypes decides itself where it rounds.
-        one_dtype = len({weight.dtype for weight in weights}) < 2
+        one_dtype = len({weight.dtype for weight in weights}) == 1
         self.native = one_dtype and all(map(_on_cpu, weights)) and kernel() is not None
-        self.owned = owned and self.native
-        # Matrices that replaced nothing, with the stamp of their weights.
-        self._beside: dict[str, tuple[list[float], PackedMatrix]] = {}
-        self._modules = list(model.modules()) if self.owned else []
+        for parent in modules:
+            for name, module in parent._modules.items():
+                weight = None if module is None else module._parameters.get("weight")
+                if weight is not None:
+                    self._slots[weight].append(_Slot(parent, name))
 
     def matrix(
-        self, name: str, linears: Sequence[nn.Module], *, any_size: bool = False
+        self, linears: Sequence[nn.Module], *, any_size: bool = False
     ) -> PackedMatrix | None:
-        """Return the weights of linear layers with the same input as one matrix; None if packing
-        does not help.
+        """Put packed layers in the place of linear layers with the same input. Return their
+        weights, one below the other; None if packing does not help.
 
-        name: key of the matrix in its model. any_size: pack small ones too.
+        any_size: pack small ones too.
         """
         functions = kernel() if self.native else None
         if functions is None:
@@ -206,13 +209,8 @@ class Packs:
             return None
         if not any_size and sum(weight.numel() for weight in weights) < _SMALLEST:
             return None
-        holders = [self._holders(linear) for linear in linears]
-        kinds = [map(_packed_kind, modules) for modules in holders]
-        replaces = self.owned and all(holders) and all(map(all, kinds))
-        stamp = [] if replaces else _stamp(weights)
-        known_stamp, known = self._beside.get(name, (None, None))
-        if known_stamp == stamp:
-            return known
+        if any(_packed_kind(linear) is None for linear in linears):
+            return None
         transposed = isinstance(linears[0], Conv1D)
         if four_bits:
             matrix = pack_four_bits(functions, weights)
@@ -222,58 +220,54 @@ class Packs:
                 rows = [weight.t() for weight in rows]
             whole_OI = rows[0] if len(rows) == 1 else torch.cat(rows)
             matrix = PackedMatrix(functions, whole_OI.contiguous())
-        if not replaces:
-            self._beside[name] = (stamp, matrix)
-            return matrix
         first = 0
-        for modules, weight in zip(holders, weights, strict=True):
-            count = weight.shape[1 if transposed else 0]
-            place = PackedRows(matrix, first, count, weight.dtype, transposed)
+        for linear, weight in zip(linears, weights, strict=True):
+            dtype = torch.float32 if four_bits else weight.dtype
+            count: Any = matrix.outputs if len(weights) == 1 else linear.out_features
+            self._replace(linear, PackedRows(matrix, first, count, dtype, transposed))
             first += count
-            nothing = weight.new_full((1,), torch.nan).expand(weight.shape)
-            stand_in = nn.Parameter(nothing, requires_grad=False)
-            for holder in modules:
-                holder._parameters["weight"] = stand_in
-                _give_place(holder, place, _packed_kind(holder) or type(holder))
-        _give_back()
+        # glibc would keep much of the replaced weights.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
         return matrix
 
-    def _holders(self, linear: nn.Module) -> list[nn.Module]:
-        """The modules of the model that hold the parameter of one of them."""
-        weight = linear._parameters.get("weight")
-        return [module for module in self._modules if module._parameters.get("weight") is weight]
+    def _replace(self, linear: nn.Module, place: PackedRows) -> None:
+        """Put packed modules wherever the weight of a linear layer is held."""
+        weight = linear._parameters["weight"]
+        assert weight is not None
+        slots = self._slots.pop(weight)
+        if four_bit_state(weight) is None:
+            weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self._slots[weight] = slots
+        for parent, name in slots:
+            module: Any = parent._modules[name]
+            kind = _packed_kind(module)
+            if kind is not None:
+                parent._modules[name] = kind(module, place, weight)
+
+    def rows(self, weight_DI: Tensor) -> PackedMatrix | None:
+        """Return a weight that is no module's, packed at the first call."""
+        functions = kernel() if self.native else None
+        if functions is not None and self._rows is None and weight_DI.numel() >= _SMALLEST:
+            self._rows = PackedMatrix(functions, weight_DI.detach().contiguous())
+        return self._rows
 
     def prepare(self, model: nn.Module) -> None:
         """Pack the linear layers of a model or head for its own forward."""
-        if self.native and not self.owned and model.dtype != torch.float32:
-            dtype = str(model.dtype).removeprefix("torch.")
-            advice = "load it in float32, or call decode.take_over(model)"
-            warnings.warn(
-                f"{type(model).__name__} in {dtype} decodes slowly on a CPU; {advice}", stacklevel=2
-            )
-        for name, module in model.named_modules() if self.owned else ():
+        names = [name for name, _ in model.named_modules()] if self.native else []
+        for name in names:
+            module = model.get_submodule(name)
             # A layer with a forward of its own (a hook of accelerate, an adapter) is left alone.
             if "forward" in module.__dict__:
                 continue
-            if is_four_bits(module):
-                # bitsandbytes unpacks the matrix at every call, so no size is too small.
-                matrix = self.matrix(name, [module], any_size=True)
-                if matrix is not None and not isinstance(module, Packed):
-                    place = PackedRows(matrix, 0, matrix.outputs, torch.float32, copied=True)
-                    _give_place(module, place, type("Linear4bit", (Packed, type(module)), {}))
-            elif type(module) in (nn.Linear, Conv1D):
-                self.matrix(name, [module])
-
-    def nbytes(self) -> int:
-        """Bytes of the packed weights beside the model's own."""
-        return sum(matrix.values.nbytes for _, matrix in self._beside.values())
+            # bitsandbytes unpacks the matrix at every call, so no size is too small.
+            four_bits = is_four_bits(module)
+            if four_bits or type(module) in (nn.Linear, Conv1D):
+                self.matrix([module], any_size=four_bits)
 
 
-def _give_back() -> None:
-    """Give free memory back to the system: glibc would keep much of the replaced weights."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+_NOTHING = Packs()
 
 
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:
@@ -286,43 +280,29 @@ def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:
     return matrix if places[0].first == 0 and rows == matrix.outputs else None
 
 
-def _give_place(module: nn.Module, place: PackedRows, kind: type) -> None:
-    module.place = place  # type: ignore[assignment]
-    module.__class__ = kind
-
-
-_SHARED: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Packs]]" = weakref.WeakKeyDictionary()
-
-
 def packs_of(model: nn.Module) -> Packs:
-    """Return the packed weights of a model: the same object while a decoder holds it."""
-    # A head is wrapped for its runner.
+    """Return the packed weights of a model, or of the head that it wraps."""
     for module in (model, *model.children()):
-        if isinstance(owned := module.__dict__.get("_packs"), Packs):
-            return owned
-    reference = _SHARED.get(model)
-    packs = reference() if reference is not None else None
-    if packs is None:
-        packs = Packs(model)
-        _SHARED[model] = weakref.ref(packs)
-    return packs
+        if isinstance(packs := module.__dict__.get("_packs"), Packs):
+            return packs
+    return _NOTHING
 
 
 def take_over(*models: nn.Module) -> None:
-    """Let decoders replace the weights of these models by packed ones. Do not write to the models
-    afterwards.
+    """Let decoders put packed layers in the place of those of these models. Do not write to the
+    models afterwards.
 
     Forwards, `state_dict()` and `module.weight` give the same values as before; parameters do not.
     A model that no device has whole is left as it is.
     """
     for model in models:
         if "_packs" not in model.__dict__ and not in_parts(model):
-            model.__dict__["_packs"] = Packs(model, owned=True)
+            model.__dict__["_packs"] = Packs(model)
 
 
 class FusedLinear:
     """Linear layers with the same input, multiplied by the kernel (`matrix`, all weights, one below
-    the other) or by torch. Valid until a weight changes: made for one `generate` call.
+    the other) or by torch. Made for one `generate` call.
     """
 
     def __init__(
@@ -392,17 +372,3 @@ def _on_cpu(weight: Tensor) -> bool:
 def _packable(weight: Tensor) -> bool:
     plain = type(weight) in (nn.Parameter, Tensor) and not weight.is_inference()
     return plain and weight.ndim == 2 and _on_cpu(weight)
-
-
-def _stamp(weights: Sequence[Tensor]) -> list[float]:
-    """Changes when a weight is replaced or written to; a write through `.data` must change the
-    sampled values.
-    """
-    stamp: list[float] = []
-    states = [state for weight in weights if (state := four_bit_state(weight)) is not None]
-    for tensor in [*weights, *(state.absmax for state in states)]:
-        values = tensor.detach().reshape(-1)
-        step = len(values) // _SAMPLE + 1
-        sample_sum = values[::step].sum(dtype=torch.float32)
-        stamp += [tensor.data_ptr(), tensor._version, float(sample_sum)]
-    return stamp

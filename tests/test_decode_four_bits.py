@@ -101,7 +101,6 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     directory = saved(tmp_path, name)
     target = load_model(directory, device="cpu", quantize="nf4")
     before = fingerprint(target)
-    attributes = {key: set(vars(module)) for key, module in target.named_modules()}
     calls: list[str] = []
     layer: Any = importlib.import_module("bitsandbytes.nn").Linear4bit
     forward = layer.forward
@@ -113,15 +112,11 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
 
     monkeypatch.setattr(layer, "forward", counted)
     prompts, sampling = [[5, 6, 7, 8], [9, 10]], Sampling(temperature=0.0)
-    if name == "granite":
-        take_over(target)
+    take_over(target)
     packs = packs_of(target)
     assert (Runner(target, ability(target).windows, 128, packs)._lean is None) == (
         name == "granite"
     )
-    # Seven matrices of a layer, of which the lean forward fuses those with the same input; one
-    # output projection.
-    assert name == "granite" or len(packs._beside) == 8 + 1
     fast = SpeculativeDecoder(target).generate(prompts, sampling, 24, eos_ids=())
     assert not calls
     slow = SpeculativeDecoder(target, fast=False).generate(prompts, sampling, 24, eos_ids=())
@@ -130,16 +125,13 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
         row.output_ids for row in slow.generations
     ]
     assert fingerprint(target) == before
-    assert (
-        name == "granite"
-        or {key: set(vars(module)) for key, module in target.named_modules()} == attributes
-    )
 
 
 def test_odd_widths_decode_through_bitsandbytes(tmp_path):
     target = load_model(
         saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4"
     )
+    take_over(target)
     assert Runner(target, ability(target).windows, 128, packs_of(target))._lean is None
     fast, slow = (
         SpeculativeDecoder(target, fast=how).generate(

@@ -132,6 +132,7 @@ HEADS: dict[str, Callable[[], Any]] = {
 def outputs(head: Any, fast: bool) -> list[Tensor]:
     """Logits and features of pending tokens and of a tree, behind ragged prompts."""
     model: Any = HeadAsModel(head)
+    take_over(head)
     runner = Runner(model, {"full_attention": None}, None, packs_of(model) if fast else None)
     assert isinstance(runner._lean, EagleForward) == fast
     random = torch.Generator().manual_seed(3)
@@ -170,6 +171,7 @@ def block_states(head: BlockHead, fast: bool) -> Tensor:
     """States of two blocks, behind ragged prompts and tokens of a first step."""
     model: Any = BlockAsModel(head)
     windows = {"full_attention": head.config.window}
+    take_over(head)
     runner = Runner(model, windows, None, packs_of(model) if fast else None)
     assert isinstance(runner._lean, BlockHeadForward) == fast
     random = torch.Generator().manual_seed(3)
@@ -217,6 +219,7 @@ def test_a_token_has_the_same_bits_alone_and_among_others(name):
     with torch.inference_mode(False):
         head = HEADS[name]()
     model: Any = HeadAsModel(head)
+    take_over(head)
     random = torch.Generator().manual_seed(3)
     features_BTH = torch.randn(1, 12, HIDDEN, generator=random)
     tokens_BT = torch.arange(12).unsqueeze(0)
@@ -246,6 +249,7 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
     if kind == "patched":
         head.fc.__dict__["forward"] = head.fc.forward
     model: Any = HeadAsModel(head)
+    take_over(head)
     assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
 
 
@@ -265,9 +269,8 @@ def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     monkeypatch.setattr(kind, "run", counted)
     head = (HEADS | BLOCKS)[name]().bfloat16()
     model: Any = target().bfloat16()
-    head.borrowed = replace(head.borrowed, embedding=model.model.embed_tokens)
-    projection = replace(head.borrowed.projection, module=model.lm_head)
-    head.borrowed = replace(head.borrowed, projection=projection)
+    projection = replace(head.borrowed.projection, get_module=model.get_output_embeddings)
+    head.borrowed = replace(head.borrowed, target=model, projection=projection)
     take_over(model, head)
     greedy = Sampling(temperature=0.0)
     alone = SpeculativeDecoder(model, None, None).generate(PROMPTS, greedy, 24)

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import SpeculativeDecoder, packed_weights
+from draftsmith.decode import SpeculativeDecoder, packed_weights, take_over
 from draftsmith.decode.native import kernel
 from draftsmith.decode.propose.head_proposers import HeadProposer
 from draftsmith.drafts.heads import HEADS
@@ -149,6 +149,7 @@ def test_the_kernel_multiplies_the_rows_of_a_draft_vocabulary(kind, monkeypatch)
     monkeypatch.setattr(packed_weights, "_SMALLEST", 1)
     target = tiny_family("llama", 1)
     head = make_head(kind, target, draft_vocab=range(3, V - 4), mask_token_id=5)
+    take_over(head)
     fast, plain = HeadProposer(head), HeadProposer(head, fast=False)
     found = [
         SpeculativeDecoder(target, proposer, tree="chain:3").generate(
@@ -156,5 +157,5 @@ def test_the_kernel_multiplies_the_rows_of_a_draft_vocabulary(kind, monkeypatch)
         )
         for proposer in (fast, plain)
     ]
-    assert fast._packs is not None and "rows_DH" in fast._packs._beside
+    assert fast._packs is not None and fast._packs.rows(head.rows_DH) is not None
     assert found[0].generations == found[1].generations

@@ -16,7 +16,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import body, body_states, forward_with_states
 from draftsmith.core.models import fingerprint
 from draftsmith.core.state_store import StateFiles
-from draftsmith.decode.packed_weights import packs_of
+from draftsmith.decode.packed_weights import packs_of, take_over
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability
 from draftsmith.drafts.heads import HEADS, load_head, save_head
@@ -135,6 +135,7 @@ def test_decoding_reads_the_raw_output(native):
     target = random_llama(1, SIZES["vocab_size"], hidden=64, heads=2)
     ids_BT = ids_of(rows=1)
     expected = hooked(target, "model.layers", ids_BT)
+    take_over(target)
     packs = packs_of(target) if native else None
     run = Runner(target, ability(target).windows, None, packs)
     found = run.prefill(ids_BT.tolist(), 4, (LAST, -1))

@@ -70,7 +70,9 @@ def test_chunked_is_unchunked(name, chunk, temperature, size):
     wanted = torch.autograd.grad(3 * plain, [leaf, draft.weight, draft.bias])
 
     leaf = hidden.clone().requires_grad_()
-    teacher = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
+    teacher = teacher_for_draft(
+        LiveTeacher(teaching, OutputProjection(lambda: target)), TARGET, size
+    )
     output = Output(draft.weight, draft.bias)
     loss = TokenLoss(objective, chunk)
     sums = loss.sums(output, leaf, tokens, teacher=teacher, weights_N=weights)
@@ -153,7 +155,9 @@ def test_stored_rows(size, k):
         )
         torch.testing.assert_close(sums.missing, outside_N.sum(), atol=1e-5, rtol=1e-5)
     if k == TARGET:
-        live = teacher_for_draft(LiveTeacher(teaching, OutputProjection(target)), TARGET, size)
+        live = teacher_for_draft(
+            LiveTeacher(teaching, OutputProjection(lambda: target)), TARGET, size
+        )
         teachers: list[Teacher] = [teacher, live]
         both_23N, objective = torch.zeros(2, 3, N), parse_objective("fkl")
         for each, per_token_3N in zip(teachers, both_23N, strict=True):

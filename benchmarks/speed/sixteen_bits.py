@@ -110,9 +110,10 @@ def four_bits(bench: Bench, rounds: int) -> JsonObject:
     found["ar"]["nf4_over_sixteen"] = statistics.median(ratios)
     found["bandwidth_GB_per_s"] = [each / 1e9 for each in read]
     for kept, pair in pairs.items():
+        take_over(pair.target)
         packs = packs_of(pair.target)
         Runner(pair.target, ability(pair.target).windows, None, packs)  # packs
-        found[f"{kept}_MB_per_token"] = (packs.nbytes() or bytes_per_token(pair.target)) / 1e6
+        found[f"{kept}_MB_per_token"] = bytes_per_token(pair.target) / 1e6
     return found
 
 

@@ -326,13 +326,13 @@ class _BlockNetwork(_EagleNetwork):
         """
         if packs is None or not self.head.reduced:
             return None
-        config = self.head.config
-        linear = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False, device="meta")
-        linear.weight = nn.Parameter(self.head.rows_DH, requires_grad=False)
+        matrix = packs.rows(self.head.rows_DH)
+        if matrix is None:
+            return None
+        linear = nn.Linear(matrix.inputs, matrix.outputs, bias=False, device="meta")
         if self.head.bias_D is not None:
             linear.bias = nn.Parameter(self.head.bias_D, requires_grad=False)
-        matrix = packs.matrix("rows_DH", [linear])
-        return None if matrix is None else FusedLinear([linear], matrix, torch.float32)
+        return FusedLinear([linear], matrix, torch.float32)
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1
@@ -376,7 +376,7 @@ class _FeatureNetwork(_HeadNetwork):
         self, head: MedusaHeads | HydraHeads, packs: Packs | None, setup: SessionSetup
     ) -> None:
         super().__init__(head, setup)
-        if packs is not None and packs.owned:
+        if packs is not None:
             packs.prepare(head)
         self.rows = _first_rows(setup.prompts, setup.hidden_BTH[0])
 

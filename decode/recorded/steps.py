@@ -24,6 +24,7 @@ from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.transformers_api import cache_name
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.llama_forward import LeanForward, lean_forward
+from draftsmith.decode.packed_weights import Packs
 
 log = logging.getLogger(__name__)
 # One unit of attention's length: fewer graphs, and masks whose rows begin at addresses that CUDA's
@@ -97,7 +98,7 @@ class StaticSteps:
         if stamp != self._stamp:
             self._forget()
             self._stamp = stamp
-            self.lean = lean_forward(self.model, None) if self._wants_lean else None
+            self.lean = lean_forward(self.model, Packs()) if self._wants_lean else None
         if self._rows < rows or self.cache.capacity < capacity:
             if self._steps:
                 log.info(

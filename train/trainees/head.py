@@ -179,7 +179,8 @@ class HeadTrainee(Trainee):
             return Output(projection.weight_VH.detach(), borrowed.bias_V, projection)
         linear = cast(nn.Linear, outputs[depth])
         bias_V = self.draft.extra_bias_V if isinstance(self.draft, MedusaHeads) else linear.bias
-        return Output(linear.weight, bias_V, replace(projection, module=linear, before=None))
+        own = replace(projection, get_module=lambda: linear, before=None)
+        return Output(linear.weight, bias_V, own)
 
     def sums(
         self,

@@ -31,11 +31,11 @@ class OutputProjection:
     """A linear module (lm_head), and what some models do to its result: scale (Cohere, Granite) or
     cap (Gemma 2) it.
 
-    Holds the module and not its weight, because sharded training swaps the parameter under the
-    module.
+    Asks for the module each time, because sharded training swaps the parameter under it, and
+    decoders put another in its place (`decode.packed_weights`).
     """
 
-    module: Any
+    get_module: Callable[[], Any]
     scale: float = 1.0
     softcap: float | None = None
     before: Callable[[Tensor], Tensor] | None = None
@@ -44,6 +44,10 @@ class OutputProjection:
     """Only these rows count, for a draft vocabulary: V is D then, and gradients go to the whole
     weight.
     """
+
+    @property
+    def module(self) -> Any:
+        return self.get_module()
 
     @property
     def weight_VH(self) -> Tensor:
@@ -98,15 +102,15 @@ def projection_of(model: PreTrainedModel) -> OutputProjection:
     """The output projection of a causal model. Raise InputError if it does not give the model's own
     logits.
     """
-    module = model.get_output_embeddings()
-    if not isinstance(module, nn.Module):
+    get_module: Callable[[], Any] = model.get_output_embeddings
+    if not isinstance(get_module(), nn.Module):
         raise InputError(f"{type(model).__name__} has no output projection that gives its logits")
     config = text_config(model)
     multiplied = float(getattr(config, "logit_scale", None) or 1.0)
     divided = float(getattr(config, "logits_scaling", None) or 1.0)
     caps = [getattr(config, name, None) for name in _SOFTCAPS]
     softcap = next((cap for cap in caps if cap is not None), None)
-    direct = OutputProjection(module, scale=multiplied / divided, softcap=softcap)
+    direct = OutputProjection(get_module, multiplied / divided, softcap)
     through = replace(direct, before=partial(before_projection, model))
     # A model without values (meta) cannot be tried.
     known = True if model.device.type == "meta" else _reads_final.get(model)
@@ -146,13 +150,17 @@ class Borrowed:
     A copy of a head borrows from the same target.
     """
 
-    embedding: Any
+    target: PreTrainedModel
     projection: OutputProjection
     hidden_size: int
     vocab_size: int
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Borrowed":
         return self
+
+    @property
+    def embedding(self) -> Any:
+        return self.target.get_input_embeddings()
 
     def check_sizes(self, head: Mapping[str, object]) -> None:
         """Raise InputError unless the sizes in a head's config are the target's."""
@@ -259,7 +267,7 @@ class ReadsLastState:
 def borrow(target: PreTrainedModel) -> Borrowed:
     """The parts of `target` that heads use."""
     return Borrowed(
-        embedding=target.get_input_embeddings(),
+        target=target,
         projection=projection_of(target),
         hidden_size=layout_of(target).width,
         vocab_size=vocabulary_size(target),
