@@ -30,7 +30,6 @@ from draftsmith.core.options import (
 )
 from draftsmith.core.settings import Quantize
 from draftsmith.decode import VERIFIERS
-from draftsmith.train.config import TrainConfig
 
 # Identified by content (`Decoding.identity`), not by name.
 Named = NotIdentity[str | None]
@@ -232,13 +231,3 @@ class DemoConfig:
     """
     device: Device = "auto"
     """auto, cpu, cuda or cuda:N."""
-
-
-@options
-class TrainCommandConfig(TrainConfig):
-    """Fit a draft to a distilled set."""
-
-    smoke: Rare[bool] = False
-    """Try the recipe: tiny random models of the same families, made-up data, a few steps, no
-    downloads.
-    """

@@ -32,6 +32,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.draft_setup import read_shape
+from tests.small_recipes import family_of, small_recipe
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
@@ -284,22 +285,6 @@ def test_vicuna_is_asked_as_it_was_trained(target_dir, monkeypatch):
     )
 
 
-FAMILIES = {
-    "llama": "llama",
-    "vicuna": "llama",
-    "opt": "opt",
-    "gemma": "gemma2",
-    "pythia": "gpt_neox",
-    "qwen3": "qwen3",
-}
-
-
-def family_of(source: str) -> str:
-    """The family of a published model, by its name."""
-    name = Path(source).name.lower()
-    return next(family for begin, family in FAMILIES.items() if name.startswith(begin))
-
-
 def small_runs() -> Iterator[Any]:
     """Every recipe; slow are those that differ from an earlier one in sizes and data alone."""
     seen = set()
@@ -313,50 +298,21 @@ def small_runs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("recipe", small_runs())
-def test_recipe_runs_in_small(recipe, tmp_path, door, monkeypatch):
-    monkeypatch.chdir(ROOT)  # recipes name shapes in configs/models
+def test_recipe_runs_in_small(recipe, tmp_path, door):
     written = yaml.safe_load(recipe.read_text())
     kind = written.get("kind", "lm")
-    summary = door.summary(
-        "train", "--config", recipe, "--out", tmp_path / "out", "--smoke", "--device", "cpu"
-    )
-    out = tmp_path / "out-smoke"
-    assert (summary["checkpoint"], summary["steps"]) == (str(out), 4)
-    # Nothing is written beside it, neither features nor anything where the recipe's own paths
-    # point.
-    assert {path.name for path in tmp_path.iterdir()} == {"out-smoke"}
-    assert (out / "features").is_dir() == ("features" in written.get("head", {}))
-    for role, source in (("target", written["target"]), ("draft", written.get("draft_config"))):
-        if source is not None:
-            config = json.loads((out / "inputs" / role / "config.json").read_text())
-            assert config["model_type"] == family_of(source)
-    target = load_model(str(out / "inputs" / "target"), device="cpu")
-    draft = load_draft(str(out), target, device="cpu", dtype="auto")
+    summary = door.summary("train", "--config", small_recipe(recipe, tmp_path))
+    out, target = tmp_path / "out", tmp_path / "target"
+    assert (summary["checkpoint"], summary["steps"]) == (str(out), 2)
+    draft = load_draft(str(out), load_model(str(target), device="cpu"), device="cpu", dtype="auto")
     assert draft_kind(str(out)) == ("draft" if kind == "lm" else kind)
     assert (
         draft_fingerprint(draft) == json.loads((out / "draftsmith.json").read_text())["fingerprint"]
     )
     assert all(bool(torch.isfinite(weight).all()) for weight in draft.parameters())
-    alone = (
-        "decode",
-        "--target",
-        out / "inputs" / "target",
-        "--prompt",
-        "The",
-        "--max_new_tokens",
-        8,
-    )
+    alone = ("decode", "--target", target, "--prompt", "The", "--max_new_tokens", 8)
     one, other = (
         door.summary(*words)["outputs"][0]["output_ids"]
         for words in (alone, (*alone, "--draft", out))
     )
     assert one == other
-
-
-def test_again_is_anew_and_what_is_not_from_a_smoke_is_left_alone(tmp_path, door):
-    # A family is known by a published model's name.
-    pair = ("--draft", "someone/pythia-1b", "--target", "google/gemma-2-27b-it")
-    words = ("train", "--out", tmp_path / "o", "--data", "d", "--smoke", "--device", "cpu", *pair)
-    assert door(*words)[0] == door(*words)[0] == 0
-    (tmp_path / "o-smoke/inputs/text.jsonl").unlink()
-    assert "is not from an earlier --smoke" in door.refused(*words)

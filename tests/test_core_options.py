@@ -14,7 +14,6 @@ import yaml
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.cli.commands import COMMANDS, SHELLS
 from draftsmith.cli.examples import EXAMPLES
-from draftsmith.config import TrainCommandConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.errors import InputError
 from draftsmith.core.options import (
@@ -178,8 +177,8 @@ def test_print_config_goes_back_in(tmp_path, door):
     assert code == 0
     assert yaml.safe_load(out)["optim"]["lr"] == 3e-5
     (tmp_path / "c.yaml").write_text(out)
-    again = parse(TrainCommandConfig, "train", ["--config", str(tmp_path / "c.yaml")])
-    assert again == parse(TrainCommandConfig, "train", words)
+    again = parse(TrainConfig, "train", ["--config", str(tmp_path / "c.yaml")])
+    assert again == parse(TrainConfig, "train", words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -19,7 +19,6 @@ from draftsmith.core.teacher_rows import COLUMN
 from draftsmith.decode import PromptLookupProposer, SpeculativeDecoder
 from draftsmith.decoding import take_over
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.memory import forecast
 from tests.small_targets import made
 from tests.test_target_parallel import EAGLE3, FAMILIES, Road, counted, families
 from tests.train_laws import close, metrics
@@ -123,13 +122,6 @@ def test_where_it_is_not_for(target_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(InputError, match="^--target_device_map: is for one process"):
         load_model(target_dir, device="cpu", target_device_map="auto")
-
-
-def test_the_forecast_counts_what_the_device_has(tmp_path):
-    made("llama", tmp_path)
-    config = TrainConfig(out="o", data=["d"], target=str(tmp_path), kind="eagle", device="cpu")
-    parts = replace(config, target_device_map=str(written(tmp_path)))
-    assert 0 < forecast(parts).target < forecast(config).target
 
 
 @pytest.mark.slow(60)

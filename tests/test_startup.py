@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.commands import COMMANDS
+from tests.small_recipes import small_recipe
 
 ROOT = Path(__file__).parents[1]
 HEAVY = (
@@ -124,16 +125,15 @@ def test_output_that_cannot_be_written_is_one_line(words):
 @pytest.mark.slow
 def test_libraries_print_nothing(tmp_path):
     """Neither bars of transformers nor the warning of DeepSpeed."""
-    recipe = ROOT / "configs/train/eagle_vicuna-7b_sharegpt.yaml"
-    command = [sys.executable, "-m", "draftsmith", "train", "--config", str(recipe), "--smoke"]
+    recipe = small_recipe(ROOT / "configs/train/eagle_vicuna-7b_sharegpt.yaml", tmp_path)
     done = subprocess.run(
-        [*command, "--out", "o", "--device", "cpu"],
+        [sys.executable, "-m", "draftsmith", "train", "--config", str(recipe)],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout.startswith("o-smoke: ") and done.stdout.count("\n") == 1
+    assert done.stdout.startswith(f"{tmp_path}/out: ") and done.stdout.count("\n") == 1
     lines = [line for line in done.stderr.replace("\r", "\n").splitlines() if line]
     assert [line for line in lines if not line.startswith("train")] == []

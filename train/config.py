@@ -113,7 +113,7 @@ class HeadOptions:
 
 @options
 class TrainConfig(RunOptions, LargeTargetOptions):
-    """Fit a draft model to a distilled set (or to text)."""
+    """Fit a draft to a distilled set (or to text)."""
 
     data: ByContent[Annotated[list[Prompts], Field(min_length=1)]]
     """Distilled sets (directories), or .jsonl/.parquet files with `text`, or `messages` that end

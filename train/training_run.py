@@ -56,7 +56,7 @@ from draftsmith.core.wandb_runs import check_tracker
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, check_tokens_agree, draft_fingerprint
-from draftsmith.train import checkpoint, draft_setup, memory, tracking
+from draftsmith.train import checkpoint, draft_setup, tracking
 from draftsmith.train.batches import collate, tokens_of
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.data import (
@@ -220,8 +220,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     check_tracker(config.tracker)
     world = make_world(config)
     config = replace(config, optim=_with_name(config, zero=world.zero))
-    for line in memory.in_words(config):
-        say(f"train: {line}")
     tokenizer = _tokenizer(config)
     date = _date(config, tokenizer)
     options: JsonObject = loading(config) | {"device": str(world.device)}

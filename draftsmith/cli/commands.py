@@ -4,8 +4,6 @@ A command's function takes its options and the command line as typed, and return
 `CommandResult`.
 """
 
-import contextlib
-import dataclasses
 import json
 import shlex
 import shutil
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
         InitConfig,
         ServedConfig,
         StatusConfig,
-        TrainCommandConfig,
     )
     from draftsmith.core.io import JsonObject
     from draftsmith.distill.config import DistillConfig, ScoreConfig, StatesConfig
@@ -99,39 +96,19 @@ def _states(config: "StatesConfig", command: str) -> CommandResult:
     return CommandResult(summary, [f"{line}{summary['asked']} asked for now"])
 
 
-def _recipe(config: "TrainCommandConfig") -> "TrainConfig":
-    """The options of `train` without `--smoke`, which rewrites them."""
-    from draftsmith.train.config import TrainConfig
-
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
-    recipe = TrainConfig(**values)
-    if not config.smoke:
-        return recipe
-    from draftsmith.smoke import smoke_recipe
-
-    return smoke_recipe(recipe)
-
-
-def _train(config: "TrainCommandConfig", command: str) -> CommandResult:
-    from draftsmith.core.record import heldout_curve, still_rising, train_longer
+def _train(config: "TrainConfig", command: str) -> CommandResult:
     from draftsmith.train.training_run import train
 
-    summary = train(_recipe(config), command)
+    summary = train(config, command)
     best = f"loss {summary['heldout_loss']:.4f}"
     if "heldout_alpha" in summary:
         # The best alpha decides, and another step may have a lower loss.
         best = f"alpha {summary['heldout_alpha']:.4f} ({best} there)"
-    lines = [
+    line = (
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out {best} at step "
         f"{summary['best_step']}"
-    ]
-    rise = still_rising(heldout_curve(Path(summary["checkpoint"])))
-    if rise is not None and (longer := train_longer(summary["checkpoint"])):
-        lines.append(
-            f"held-out alpha was still rising ({rise:+.3f} in the last fifth of the steps); train "
-            f"longer: {longer}"
-        )
-    return CommandResult(summary, lines)
+    )
+    return CommandResult(summary, [line])
 
 
 def _decode(config: "DecodeConfig", command: str) -> CommandResult:
@@ -359,7 +336,7 @@ COMMANDS = {
             ),
         },
     ),
-    "train": Command("fit a draft to a distilled set", "config:TrainCommandConfig", _train, True),
+    "train": Command("fit a draft to a distilled set", "train.config:TrainConfig", _train, True),
     "decode": Command("generate with target and draft, losslessly", "config:DecodeConfig", _decode),
     "eval": Command(
         "what alignment bought, in distribution and out of it",
@@ -441,13 +418,10 @@ def run(name: str, argv: list[str]) -> None:
             from draftsmith.cli.method_table import terminal
 
             print("\n" + terminal(shutil.get_terminal_size().columns))
-        if name == "train" and "--print_config" in typed:
-            _print_memory([word for word in argv if underscored(word) != "--print_config"])
         raise
     if not command.parallel:
         require_single_process(name)
-    # A smoke test makes its models.
-    if not getattr(config, "smoke", False) and not getattr(config, "reads_nothing", False):
+    if not getattr(config, "reads_nothing", False):
         check_named(config)
     outcome = command.function(config, shlex.join(["draftsmith", name, *argv]))
     if is_main():
@@ -457,20 +431,6 @@ def run(name: str, argv: list[str]) -> None:
         sys.stdout.flush()
     if outcome.unmet is not None:
         raise outcome.unmet
-
-
-def _print_memory(argv: list[str]) -> None:
-    """Print what a training run takes, if its options are complete and its models are here."""
-    from draftsmith.config import TrainCommandConfig
-    from draftsmith.core.command_line import parse
-
-    with contextlib.suppress(InputError, OSError):
-        config, _ = parse(TrainCommandConfig, "train", argv)
-        models = [name for name in (config.target, config.draft) if name is not None]
-        if not config.smoke and all(Path(name).is_dir() for name in models):
-            from draftsmith.train.memory import in_words
-
-            print("\n".join(f"# {line}" for line in in_words(config)))
 
 
 def print_completion(argv: list[str]) -> None:
