@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any, Literal, Protocol, TypeAlias
 
 from draftsmith.core.errors import InputError, warn_once
@@ -200,25 +199,8 @@ def ignored_keys(target: HasGenerationConfig) -> dict[str, object]:
     are ignored here.
     """
     ignored: dict[str, object] = {}
-    for key in read_words(__file__)["ignored"]:
+    for key, off in read_words(__file__)["ignored"].items():
         value = getattr(target.generation_config, key, None)
-        if not is_off(key, value):
+        if value is not None and value is not False and value not in ([], {}, off):
             ignored[key] = value
     return ignored
-
-
-def is_off(key: str, value: object) -> bool:
-    """Whether this value of an option of transformers' `generate` that is not followed here changes
-    nothing; False for other options.
-    """
-    off = off_values()
-    return key in off and (value is None or value is False or value in ([], {}, off[key]))
-
-
-@cache
-def off_values() -> dict[str, float | None]:
-    """Return the options of transformers' `generate` that are not followed here, each with the
-    value that changes nothing.
-    """
-    words = read_words(__file__)
-    return words["ignored"] | words["beside"]
