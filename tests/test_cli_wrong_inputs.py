@@ -40,7 +40,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--out {prompts}/rows.jsonl", "is not a writable directory"),
         ("--temperature warm", "--temperature: must be a valid number, got 'warm'"),
         ("--device tpu", "--device tpu"),
-        ("--max_new_tokens 100", "leaves no room in a context of 96"),
+        ("--max_new_tokens 100", "exceed the target's context of 96 tokens"),
         ("--chat_template gone.jinja", "gone.jinja: cannot be read"),
         ("--target {other}", "--target: is given twice; keep one"),
         ("--device gpu", "--device: a GPU is called cuda, or cuda:N by number, got 'gpu'"),

@@ -1,7 +1,6 @@
 """`draftsmith decode` behind its options: load, decode, write or print."""
 
 import dataclasses
-import shlex
 import sys
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain, product
@@ -139,19 +138,16 @@ def _with_proposer(config: DecodeConfig) -> DecodeConfig:
     return dataclasses.replace(config, draft=[], proposer=kind, datastore=file or config.datastore)
 
 
-def _planned(config: DecodeConfig) -> str | None:
+def _planned(config: DecodeConfig) -> str:
     if len(config.draft) != 1 or config.proposer is not None:
         raise InputError(
             "tree: auto reads the plan of a draft; give one --draft and no --proposer, or write "
             "a tree"
         )
     plan = Path(config.draft[0]) / "plan.json"
-    if plan.is_file():
-        return f"auto:{plan}"
-    words = ["draftsmith", "plan", "--target", config.target, "--draft", config.draft[0]]
-    make = shlex.join([*words, "--prompts", config.prompts or "PROMPTS"])
-    _say(f"--tree auto: {plan} is missing, so the default tree drafts; make it with: {make}")
-    return None
+    if not plan.is_file():
+        raise InputError(f"tree: auto: {plan} is missing; make it with `draftsmith plan`")
+    return f"auto:{plan}"
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
@@ -278,16 +274,8 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
             f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by "
             f"depth: {by_depth}"
         )
-    if summary["copied_calls"]:
-        lines.append(
-            f"the copy went further than the draft in {summary['copied_calls']} of the calls, in "
-            f"which {summary['copied_accepted']} tokens were accepted"
-        )
     if summary["recorded_steps"]:
-        lines.append(
-            f"{summary['recorded_steps']} kinds of steps recorded as graphs in "
-            f"{summary['recording_s']:.1f} s, which are not in the time above"
-        )
+        lines.append(f"recording steps took {summary['recording_s']:.1f} s more")
     kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
     peak = summary["peak_memory_bytes"] / 2**20
     lines.append(f"{method}; peak memory {peak:.0f} MiB ({kind})")
