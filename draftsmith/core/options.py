@@ -427,7 +427,9 @@ def _part(cls: type, name: str, taken: Iterable[str]) -> Iterator[Option]:
     """
     for option in options_of(cls):
         if not option.required and option.key not in taken:
-            yield replace(option, key=f"{name}.{option.key}", default=None, part=name)
+            decides = option.identity or option.by_content
+            part = replace(option, default=None, identity=decides, by_content=False)
+            yield replace(part, key=f"{name}.{option.key}", part=name)
 
 
 def _shown(parts: Iterable[object]) -> str:
