@@ -55,6 +55,8 @@ _DRAWN = Sampling(temperature=1.0)
 _BLOCK = 1024  # tokens of a text that are read at a time
 
 
+@quiet()
+@generators_kept()
 def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     """Make a draft by `config.method`, write it to `config.out` with the target's tokenizer, and
     measure it.
@@ -66,15 +68,7 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     `missing_mass`, the target's probability of tokens that the draft cannot draft. Raise InputError
     for models that do not fit, before anything is written.
     """
-    return made(configured(InitConfig, config, options))
-
-
-@quiet()
-@generators_kept()
-def made(config: InitConfig, drafted: int | None = None) -> JsonObject:
-    """Do what `init` does. drafted: tokens of the draft vocabulary that training will choose, which
-    costs count.
-    """
+    config = configured(InitConfig, config, options)
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out}: exists and is not empty; name another directory")
@@ -93,11 +87,7 @@ def made(config: InitConfig, drafted: int | None = None) -> JsonObject:
         notes.append(f"tokens: drafts {len(ids_D):,} of {whole:,}, {said}")
         used = copy.deepcopy(draft)
         trim(used, ids_D)
-    counted = used
-    if drafted is not None:
-        counted = copy.deepcopy(draft)
-        trim(counted, torch.arange(drafted))
-    costs = {"draft_cost": read_per_token(counted), "target_cost": read_per_token(target)}
+    costs = {"draft_cost": read_per_token(used), "target_cost": read_per_token(target)}
     if warning := too_costly(costs["draft_cost"], costs["target_cost"]):
         say(f"warning: {warning}")
     figures = _alphas(target, used, texts)

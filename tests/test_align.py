@@ -19,7 +19,6 @@ from draftsmith.alignment.prompt_split import hold_out
 from draftsmith.alignment.stage_files import CONFIGS, files_of
 from draftsmith.core import models
 from draftsmith.core.errors import InputError
-from draftsmith.core.models import load_model, read_per_token
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.config import DistillConfig
@@ -108,7 +107,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, words, target_d
     # A file has what was given and chosen, with the reasons of what was chosen.
     text = (out / "train-jsd.yaml").read_text()
     assert "steps: 6\n" in text and "  # longest prompt and answer\n" in text
-    assert "optim: {lr: 0.001, warmup_steps: 1}  # warmup_steps: 6 steps\n" in text
+    assert "optim: {lr: 0.001, warmup_steps: 1}  # 6 steps on answers\n" in text
     # Two drafts at equal steps, measured in and out of distribution against the one they started
     # from.
     results = ds.Results.load(out / "eval")
@@ -332,16 +331,12 @@ def test_a_balanced_draft_replays_and_is_compared_with_a_plain_one(door, words, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
-def test_a_draft_vocabulary_is_given_once(door, words, tmp_path):
+def test_a_draft_takes_a_part_of_the_vocabulary(door, words, tmp_path):
     out = tmp_path / "out"
     words += [*ONE_WAY, "--train.draft_vocab_size", 120]
     _, err = door.ok(*words)
     assert "train: drafts 120 of 290 tokens; of the held-out responses " in err
     assert (out / "jsd" / FILE).is_file()
-    # A draft that has one gets no other, and that is said before anything is made.
-    none = tmp_path / "none"
-    said = door.refused(*words, "--draft", out / "jsd", "--out", none)
-    assert f"train.draft_vocab_size: {out / 'jsd'} already has one" in said and not none.exists()
 
 
 def facts(**changed: Any) -> Facts:
@@ -452,16 +447,13 @@ def test_options_of_a_stage_reach_it(draft_dir):
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
     with pytest.raises(InputError, match="must be greater than or equal to 1"):
         config_of(train={"batch_size": 0})
-    with pytest.raises(InputError, match=f"kind: {draft_dir} is of kind lm; leave --kind out"):
-        chosen(replace(config, kind="eagle"))
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"kind": "lm"}, "kind: lm needs a model to start from; add --init prune, or --draft"),
-        ({"kind": "eagle", "init": "prune"}, "kind: --init prune makes a language model"),
         ({"kind": "eagle4"}, "eagle3"),
+        ({"kind": "eagle", "draft": "d"}, "draft: give one of --draft, --init and --kind"),
         ({"policy": "id", "plain": True}, "plain: every draft is trained so"),
     ],
 )
@@ -485,14 +477,10 @@ def test_names_of_drafts_say_their_objective():
 def test_init_makes_the_draft_to_start_from_once(door, files, target_dir, tmp_path):
     out = tmp_path / "out"
     words = ["align", "--target", target_dir, "--init", "prune", "--prompts", files["own"]]
-    words += ["--out", out, *SMALL, *ONE_WAY, "--train.draft_vocab_size", 40]
+    words += ["--out", out, *SMALL, *ONE_WAY]
     _, err = door.ok(*words)
     assert "layers 0 of the target's 2, chosen as even" in err and "alpha:" in err
     assert f"base={out}/start" in (out / "eval.yaml").read_text()
-    # The draft's cost counts its vocabulary.
-    model = load_model(str(out / "start"), device="cpu")
-    read = read_per_token(model) - 250 * model.config.hidden_size
-    assert f"({read:,} parameters read per token)" in err
     weights = (out / "start" / "model.safetensors").read_bytes()
     _, err = door.ok(*words)
     assert "layers" not in err and (out / "start" / "model.safetensors").read_bytes() == weights

@@ -152,7 +152,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--eval.tree 4x", "align: tree 4x, verifier default: "),
         ("--ood a=none.jsonl", "none.jsonl: no such file"),
         ("--ood a/x.jsonl b/x.jsonl", "the name 'x' is used twice; write NAME="),
-        ("--init prune", "init: makes the draft that --draft would name"),
+        ("--init prune", "draft: give one of --draft, --init and --kind"),
         ("--eval.bootstrap 3", "eval.bootstrap: must be greater than or equal to 100"),
         ("--train.lr 3", "did you mean --train.optim.lr?"),
         ("--distill.max_new_tokens 96", "leaves no room"),

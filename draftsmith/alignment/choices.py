@@ -4,7 +4,6 @@ docs/own-model.md has the rules as a table.
 """
 
 import math
-from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
@@ -19,12 +18,10 @@ from draftsmith.core.settings import loading
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import draft_kind
-from draftsmith.train.config import DraftKind
 
 T = TypeVar("T")
-# Names in the evaluation: prompt lookup, and prompt lookup beside the draft.
+# The name of prompt lookup in the evaluation.
 LOOKUP = "lookup"
-BOTH = "both"
 _LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
@@ -55,10 +52,15 @@ class Choices:
         return value
 
 
-def _given(options: Mapping[str, object], config: AlignConfig, facts: Facts) -> Choices:
+def shared(config: AlignConfig) -> JsonObject:
+    """Return what every stage takes from the options of `align`."""
+    names = ("target", "chat_template", "seed", "prompt_tokens")
+    return {name: getattr(config, name) for name in names} | loading(config)
+
+
+def _begun(config: AlignConfig, facts: Facts, given: JsonObject, out: str) -> Choices:
     """Begin with the options of a stage that are given."""
-    shared = {"target": config.target, "chat_template": config.chat_template, "seed": config.seed}
-    choices = Choices({**shared, **loading(config), **deepcopy(dict(options))})
+    choices = Choices(shared(config) | deepcopy(given) | {"out": str(config.directory / out)})
     if facts.date is not None:
         choices.choose("date", facts.date, "the chat template prints it")
     return choices
@@ -70,11 +72,8 @@ def heldout_prompts(config: AlignConfig, facts: Facts) -> int:
     """
     if config.id:
         return 0
-    return max(1, min(config.eval.get("max_prompts") or _measured(facts), facts.different // 5))
-
-
-def _measured(facts: Facts) -> int:
-    return 64 if facts.gpu_bytes else 40
+    measured = config.eval.get("max_prompts") or facts.by_device(64, 40)
+    return max(1, min(measured, facts.different // 5))
 
 
 def choose(name: str, config: AlignConfig, facts: Facts, distill: DistillConfig | None) -> Choices:
@@ -100,28 +99,20 @@ def _distill(config: AlignConfig, facts: Facts) -> Choices:
             f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; add "
             "some"
         )
-    out = config.directory
-    choices = _given(config.distill, config, facts)
-    choices.values["prompts"] = config.prompts if config.id else str(out / "prompts/train.jsonl")
-    choices.values["prompt_tokens"] = config.prompt_tokens
-    choices.values["out"] = str(out / "distilled")
+    choices = _begun(config, facts, config.distill, "distilled")
+    parts = config.directory / "prompts"
+    choices.values["prompts"] = config.prompts if config.id else str(parts / "train.jsonl")
     prompts = choices.choose("max_prompts", usable, f"{facts.prompts} prompts, {heldout} held out")
     samples = 4 if prompts < 500 else 2 if prompts < 5000 else 1
     choices.choose("num_samples", samples, f"{prompts} prompts")
-    device = "GPU" if facts.gpu_bytes else "CPU"
-    tokens = 512 if facts.chats else 256
-    if not facts.gpu_bytes:
-        tokens = 128 if facts.chats else 96
-    if facts.context is not None:
-        tokens = max(1, min(tokens, facts.context // 2))
-    rows = "chats" if facts.chats else "texts"
-    tokens = choices.choose("max_new_tokens", tokens, f"{rows}, {device}")
+    tokens = facts.by_device(512, 128) if facts.chats else facts.by_device(256, 96)
+    tokens = max(1, min(tokens, (facts.context or 2 * tokens) // 2))
+    tokens = choices.choose("max_new_tokens", tokens, "chats" if facts.chats else "texts")
     # On a GPU hundreds of rows cost little more than one.
-    longest = _longest(facts, tokens)
     few = 16 if facts.target_parameters >= _LARGE else 64
-    fits = facts.gpu_bytes // 8 // (facts.cache_bytes * longest)
+    fits = facts.gpu_bytes // 8 // (facts.cache_bytes * _longest(facts, tokens))
     together = min(_MOST_TOGETHER, max(few, fits))
-    choices.choose("batch_size", together, f"{device}; an eighth of a GPU's memory caches them")
+    choices.choose("batch_size", together, "an eighth of a GPU's memory caches them")
     choices.choose("temperature", facts.temperature, "the target's generation_config.json, else 1")
     return choices
 
@@ -134,14 +125,12 @@ def _longest(facts: Facts, answer: int) -> int:
 
 def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
     """Choose the texts to replay, which the target writes by itself."""
-    choices = _given({}, config, facts)
-    count = min(_MOST_TEXTS, _answers(distill))
-    source = f"magpie:{count}" if facts.own_chats else f"token:{count}"
-    choices.choose("prompts", source, f"as many as answers, at most {_MOST_TEXTS}")
-    choices.values |= {"out": str(config.directory / "general")}
-    choices.values |= {key: getattr(distill, key) for key in ("max_new_tokens", "batch_size")}
-    choices.values |= {"part_rows": distill.part_rows}
-    choices.values |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    given = {key: getattr(distill, key) for key in ("max_new_tokens", "batch_size", "part_rows")}
+    given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    choices = _begun(config, facts, given, "general")
+    source = "magpie" if facts.own_chats else "token"
+    texts = f"{source}:{min(_MOST_TEXTS, _answers(distill))}"
+    choices.choose("prompts", texts, f"as many as answers, at most {_MOST_TEXTS}")
     return choices
 
 
@@ -153,74 +142,73 @@ def _answers(distill: DistillConfig) -> int:
 def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Trained) -> Choices:
     """Choose how a draft is trained on the answers."""
     out = config.directory
-    fresh = config.draft is None
-    on_cpu = not facts.gpu_bytes
-    share = config.train.get("replay_fraction", _REPLAYED) if config.policy == "balanced" else 0.0
-    choices = _given(config.train, config, facts)
+    choices = _begun(config, facts, config.train, draft.name)
     values = choices.values
-    values |= {"out": str(out / draft.name), "draft": config.draft, "objective": draft.objective}
+    del values["prompt_tokens"]
+    values |= {"draft": config.draft, "objective": draft.objective, "kind": _kind(config)}
     values |= {"data": [str(out / "distilled")]}
-    values["seed"] = config.seed + 1 + config.objective.index(draft.objective)
-    values["kind"] = _kind(config)
+    values["seed"] += 1 + config.objective.index(draft.objective)
     if draft.replays:
         values["replay"] = [str(out / "general")]
         choices.choose("replay_fraction", _REPLAYED, "policy balanced, docs/robust.md")
     else:
         values.pop("replay_fraction", None)
-    if fresh and values["kind"] == "eagle3":
+    if config.draft is None and values["kind"] == "eagle3":
         choices.choose("head.test_steps", _FRESH_DEPTHS, "as deep as trees usually go")
         if facts.drafted is not None:
             outside = f"{facts.drafted.missing:.1%} of the target's mass is outside"
             choices.choose("draft_vocab_size", facts.drafted.tokens, outside)
-    if on_cpu and (values["kind"] != "lm" or len(config.trained()) > 1):
-        choices.choose("head.features", str(out / "features"), "read the answers once")
+    if not facts.gpu_bytes and (values["kind"] != "lm" or len(config.trained()) > 1):
+        choices.choose("head.features", str(out / "features"), "the answers are read once")
+    length = _longest(facts, distill.max_new_tokens)
+    length = choices.choose("max_length", length, "longest prompt and answer")
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
-    rows = max(4, groups()) if on_cpu else 32
-    longest = choices.choose(
-        "max_length", _longest(facts, distill.max_new_tokens), "longest prompt and answer"
-    )
+    rows = facts.by_device(32, max(4, groups()))
     fits = 2 if facts.draft_parameters >= _LARGE else 32
-    if facts.draft_parameters * longest >= 10**10:
+    if facts.draft_parameters * length >= 10**10:
         fits = min(fits, 8)
     batch = max(1, min(fits, rows // groups()))
     batch = choices.choose("batch_size", batch, f"{rows} rows a step")
-    together = choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows")
-    rows = batch * together * groups()
+    choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows a step")
+    _schedule(config, facts, _answers(distill), draft, choices)
+    return choices
+
+
+def _schedule(
+    config: AlignConfig, facts: Facts, answers: int, draft: Trained, choices: Choices
+) -> None:
+    """Choose the steps of a training, and what depends on them."""
+    values = choices.values
+    rows = values["batch_size"] * values["accumulation"] * groups()
     # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
     # writing the answers.
-    written = _answers(distill)
-    passes = 3 if fresh and on_cpu else 5
-    if written >= 10_000:
-        passes = 3 if written < 50_000 else 1
-    heldout = config.train.get("heldout_fraction", 0.05) * written
-    steps = max(50, math.ceil(passes * (written - heldout) / rows))
-    reason = f"{passes} passes over {written} answers, {rows} rows a step"
+    passes = facts.by_device(5, 3 if config.draft is None else 5)
+    if answers >= 10_000:
+        passes = 3 if answers < 50_000 else 1
+    heldout = values.get("heldout_fraction", 0.05) * answers
+    # Those on answers; replay takes its share beside them.
+    steps = max(50, math.ceil(passes * (answers - heldout) / rows))
+    share = config.train.get("replay_fraction", _REPLAYED) if config.policy == "balanced" else 0.0
     if "steps" in values:
-        # Those on answers; a draft without replay beside one with it takes no others.
         steps = round(values["steps"] * (1 - share))
-        if not draft.replays:
-            values["steps"] = steps
-    replayed = share if draft.replays else 0.0
-    total = round(steps / (1 - replayed))
+    if not draft.replays:
+        share = 0.0
+        values.pop("steps", None)
     if "epochs" not in values:
-        total = choices.choose("steps", total, reason)
-    warmup = min(100, max(1, steps // 20))
-    choices.choose("optim.warmup_steps", warmup, f"{total} steps")
+        reason = f"{passes} passes over {answers} answers, {rows} rows a step"
+        choices.choose("steps", round(steps / (1 - share)), reason)
+    choices.choose("optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps on answers")
     # A held-out row costs about a third of a trained one: measuring then takes a sixth as long as
     # training, also where a few steps are trained on many answers.
     every = max(5, steps // 15, min(round(2 * heldout / rows), steps // 3))
     choices.choose("eval_every", every, "measuring takes a sixth of the time")
-    return choices
 
 
-def _kind(config: AlignConfig) -> DraftKind:
+def _kind(config: AlignConfig) -> str:
     """Return the kind of draft: EAGLE-3 if nothing else is given."""
     if config.draft is None:
         return config.kind or "eagle3"
-    kind = draft_kind(config.draft).replace("draft", "lm")
-    if config.kind not in (None, kind):
-        raise InputError(f"kind: {config.draft} is of kind {kind}; leave --kind out")
-    return cast(DraftKind, kind)
+    return draft_kind(config.draft).replace("draft", "lm")
 
 
 def contenders(config: AlignConfig) -> list[str]:
@@ -232,30 +220,27 @@ def contenders(config: AlignConfig) -> list[str]:
     drafts |= trained
     drafts[LOOKUP] = "prompt_lookup"
     if len(trained) == 1:
-        drafts[BOTH] = JOINED + next(iter(trained.values()))
+        drafts["both"] = JOINED + next(iter(trained.values()))
     return [f"{name}={source}" for name, source in drafts.items()]
 
 
 def _eval(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
     """Choose how all contenders are measured."""
-    heldout = config.directory / "prompts/heldout.jsonl"
-    choices = _given(config.eval, config, facts)
+    heldout = config.directory / "prompts" / "heldout.jsonl"
+    choices = _begun(config, facts, config.eval, "eval")
     values = choices.values
     values |= {"draft": contenders(config), "id": config.id, "ood": [*config.ood]}
     if not config.id:
         values["id"] = [f"heldout={heldout}"]
         if facts.chats:
             values["ood"].append(f"heldout-template=template:{heldout}")
-    values |= {"out": str(config.directory / "eval"), "prompt_tokens": config.prompt_tokens}
-    values["seed"] = config.seed + 1 + len(config.objective)
+    values["seed"] += 1 + len(config.objective)
     for key in ("top_p", "top_k", "min_p"):
         values.setdefault(key, getattr(distill, key))
-    on_gpu = facts.gpu_bytes > 0
-    device = "GPU" if on_gpu else "CPU"
     choices.choose("temperature", sorted({0.0, facts.temperature}), "greedy, and as distilled")
-    trees = ["chain:4", "kary:4,2,2"] if on_gpu else ["chain:2", "kary:3,2"]
-    choices.choose("tree", trees, device)
-    choices.choose("max_prompts", _measured(facts), device)
-    tokens = min(distill.max_new_tokens, 128 if on_gpu else 48)
-    choices.choose("max_new_tokens", tokens, f"answers of {distill.max_new_tokens}, {device}")
+    trees = facts.by_device(["chain:4", "kary:4,2,2"], ["chain:2", "kary:3,2"])
+    choices.choose("tree", trees, facts.by_device("GPU", "CPU"))
+    choices.choose("max_prompts", facts.by_device(64, 40), facts.by_device("GPU", "CPU"))
+    tokens = min(distill.max_new_tokens, facts.by_device(128, 48))
+    choices.choose("max_new_tokens", tokens, f"answers of {distill.max_new_tokens}")
     return choices

@@ -82,16 +82,12 @@ class AlignConfig(LargeTargetOptions, RunOptions):
     eval: Annotated[JsonObject, PartOf(EvalConfig)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.init is not None and self.draft is not None:
-            raise InputError("init: makes the draft that --draft would name; give one of the two")
-        if self.init is not None and self.kind not in (None, "lm"):
-            raise InputError(f"kind: --init {self.init} makes a language model, lm")
+        if sum(map(bool, (self.draft, self.init, self.kind))) > 1:
+            raise InputError("draft: give one of --draft, --init and --kind")
         if self.init is not None and (self.target_parallel > 1 or self.target_device_map):
             raise InputError(
                 "init: reads a whole target; make the draft by draftsmith init, and give --draft"
             )
-        if self.kind == "lm" and self.init is None and self.draft is None:
-            raise InputError("kind: lm needs a model to start from; add --init prune, or --draft")
         if self.plain and self.policy == "id":
             raise InputError("plain: every draft is trained so with --policy id; leave it out")
         for spec in self.objective:

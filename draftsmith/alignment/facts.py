@@ -1,6 +1,7 @@
 """What `align` finds out, with one load of the models, before it chooses options."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
@@ -20,14 +21,11 @@ from draftsmith.core.settings import loading, resolve_sampling, tokenizing
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.own_prompts import user_opening
-from draftsmith.drafts.draft_vocabulary import (
-    VocabularySize,
-    check_draft_vocabulary,
-    draft_vocabulary,
-    fastest_size,
-)
+from draftsmith.drafts.draft_vocabulary import VocabularySize, fastest_size
 from draftsmith.drafts.load import LoadedModels, load_models
 from draftsmith.eval.other_templates import read_set
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +55,10 @@ class Facts:
     date: str | None = None
     drafted: VocabularySize | None = None
 
+    def by_device(self, on_gpu: T, on_cpu: T) -> T:
+        """Return one value on a GPU and another on a CPU."""
+        return on_gpu if self.gpu_bytes else on_cpu
+
 
 def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     """Load the models once and read all prompts, so that what does not fit is refused now."""
@@ -65,26 +67,25 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     models = load_models(config.target, drafts, tokenizer=tokenizer, **loading(config))
     target = models.target
     draft = next(iter(models.drafts.values()), None)
-    if isinstance(draft, PreTrainedModel):
-        _check_vocabulary(config, target, draft)
     date = fix_date(tokenizer, config.date)
     device = resolve_device(config.device)
-    on_gpu = device.type == "cuda"
-    most = config.distill.get("max_prompts") or (20_000 if on_gpu else 1024)
+    gpu_bytes = 0
+    if device.type == "cuda":
+        gpu_bytes = torch.cuda.get_device_properties(device).total_memory
+    most = config.distill.get("max_prompts") or (20_000 if gpu_bytes else 1024)
     if not config.id:
         most += config.eval.get("max_prompts", 64)
     prompts = _read(config, models, config.prompts, "distill", most)
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         _read(config, models, source, "eval", 1000)
-    first = next(iterate_rows(config.prompts))
-    chats = first.get("messages") is not None
+    chats = next(iterate_rows(config.prompts)).get("messages") is not None
     ids = [prompt.ids for prompt in prompts.prompts]
     text = text_config(target)
     # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
     # hidden size.
     size = 14 * text.hidden_size**2 if draft is None else parameter_count(draft)
     drafted = None
-    if draft is None and config.kind in (None, "eagle3") and "draft_vocab_size" not in config.train:
+    if draft is None and config.kind in (None, "eagle3"):
         read = read_per_token(target)
         projection = text.hidden_size * vocabulary_size(target)
         drafted = fastest_size(target, ids, layers=size / read, projection=projection / read)
@@ -97,7 +98,7 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         different=len({prompt.asked for prompt in prompts.prompts}),
         longest_prompt=max(map(len, ids)),
         context=models.context,
-        gpu_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else 0,
+        gpu_bytes=gpu_bytes,
         cache_bytes=_cache_bytes(target),
         target_parameters=parameter_count(target),
         draft_parameters=size,
@@ -106,15 +107,6 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         drafted=drafted,
     )
     return facts, prompts
-
-
-def _check_vocabulary(config: AlignConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
-    """Raise InputError for a draft vocabulary that the draft cannot take."""
-    size = config.train.get("draft_vocab_size")
-    if size is not None:
-        whole = min(vocabulary_size(draft), vocabulary_size(target))
-        owner = None if draft_vocabulary(draft) is None else config.draft
-        check_draft_vocabulary("train.draft_vocab_size", size, whole, owner)
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:

@@ -1,12 +1,10 @@
 """The prompts of `align`, divided into a part to train on and a part that is held out."""
 
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from draftsmith.core.asked_hash import asked_in_chat, group_ranks
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import write_rows
 from draftsmith.core.prompt_rows import asked_of, iterate_records, parse_record
 from draftsmith.core.prompts import PromptSet
 
@@ -18,11 +16,6 @@ class Split(NamedTuple):
 
     train: Rows
     heldout: Rows
-
-    def write(self, directory: Path) -> None:
-        """Write train.jsonl and heldout.jsonl."""
-        write_rows(directory / "train.jsonl", self.train)
-        write_rows(directory / "heldout.jsonl", self.heldout)
 
 
 def hold_out(source: str, read: PromptSet, count: int) -> Split:

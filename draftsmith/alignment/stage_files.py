@@ -41,12 +41,6 @@ class Stage:
     options: Any
     reasons: Mapping[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, name: str, file: Path, choices: Choices) -> "Stage":
-        """Return a stage with the options that were given and chosen."""
-        stage, _, _ = name.partition("-")
-        return cls(stage, file, CONFIGS[stage](**choices.values), choices.reasons)
-
     @property
     def command(self) -> str:
         """The command that does what the stage does."""
@@ -66,11 +60,7 @@ class Stage:
         for key, value in written.items():
             text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=math.inf)
             shown = text.removesuffix("...\n").strip()
-            why = []
-            for name, reason in self.reasons.items():
-                group, _, inner = name.partition(".")
-                if group == key:
-                    why.append(f"{inner}: {reason}" if inner else reason)
+            why = [why for name, why in self.reasons.items() if name.split(".")[0] == key]
             comment = f"  # {'; '.join(why)}" if why else ""
             lines.append(f"{key}: {shown}{comment}")
         write_text_atomic(self.file, "\n".join([*lines, ""]))
@@ -88,11 +78,13 @@ def files_of(config: AlignConfig) -> dict[str, Path]:
     return {name: config.directory / f"{name}.yaml" for name in names}
 
 
-def read_stage(name: str, file: Path) -> Stage:
-    """Read the options of a stage. Raise InputError, with its line, for what its command does not
-    take.
+def stage_of(name: str, file: Path, chosen: Choices | None = None) -> Stage:
+    """Return a stage with the options that were chosen, else with those of its file. Raise
+    InputError, with its line, for what its command does not take.
     """
     stage, _, _ = name.partition("-")
+    if chosen is not None:
+        return Stage(stage, file, CONFIGS[stage](**chosen.values), chosen.reasons)
     options, _ = parse(CONFIGS[stage], stage, ["--config", str(file)])
     return Stage(stage, file, options)
 

@@ -12,29 +12,31 @@ from typing import Any
 
 import torch
 
-from draftsmith.alignment.choices import choose, heldout_prompts
+from draftsmith.alignment.choices import choose, heldout_prompts, shared
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import look
 from draftsmith.alignment.prompt_split import hold_out
-from draftsmith.alignment.stage_files import CONFIGS, Stage, files_of, read_stage, relocate
-from draftsmith.config import InitConfig
+from draftsmith.alignment.stage_files import (
+    CONFIGS,
+    Stage,
+    files_of,
+    relocate,
+    stage_of,
+)
 from draftsmith.core.errors import ChangedError, InputError
-from draftsmith.core.io import refuse_foreign, sha256_file
+from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.options import command_line, configured, given_options, known_by_content
 from draftsmith.core.progress import waiting
 from draftsmith.core.ranks import from_main, on_main, say, with_target
 from draftsmith.core.runs import Run, claim
-from draftsmith.core.settings import LARGE, loading
-from draftsmith.distill.config import DistillConfig
+from draftsmith.core.settings import LARGE
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
-from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
-from draftsmith.starting import in_words, made
-from draftsmith.train.config import TrainConfig
+from draftsmith.starting import in_words, init
 from draftsmith.train.training_run import train
 
 # What is said of each stage before the work.
@@ -55,50 +57,40 @@ def align(config: AlignConfig | None = None, **options: Any) -> Results:
     evaluate. Raise InputError for bad input, RunError for a run that failed.
     """
     config = configured(AlignConfig, config, options)
-    return run_stages(config, command_line("align", config))
+    return Results.load(run_stages(config, command_line("align", config))[-1].options.out)
 
 
-def run_stages(config: AlignConfig, command: str) -> Results:
-    """Do what `align` does. command: as typed."""
+def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -> list[Stage]:
+    """Write the files of the stages and run them; return them. command: as typed."""
     join_processes(config.device, config)
     with Run(config.out) as run:
         run.begin()
         stages = _prepared(config, command)
-        for stage in stages:
+        for stage in () if only_write else stages:
             say(f"\n{stage.command}")
             try:
-                _run(stage.options)
+                _run(stage)
             except ChangedError as error:
                 raise InputError(
                     f"{stage.file}: has changed since it ran: {error}, or give --fresh {stage.name}"
                 ) from None
             _free()
         on_main(partial(shutil.rmtree, config.directory / "features", ignore_errors=True))
-        results = Results.load(stages[-1].options.out)
-        for stage in stages:
-            draft = Path(stage.options.out)
-            if stage.name == "train" and draft.name in results.drafts:
-                on_main(partial(add_results, draft, results.directory / "results.json", draft.name))
-    return results
+        results = Path(stages[-1].options.out, "results.json")
+        for draft in config.trained() if results.is_file() else ():
+            on_main(partial(add_results, config.directory / draft.name, results, draft.name))
+    return stages
 
 
-def write_stages(config: AlignConfig, command: str) -> list[Path]:
-    """Write the files of the stages and run none; return them."""
-    join_processes(config.device, config)
-    with Run(config.out) as run:
-        run.begin()
-        return [stage.file for stage in _prepared(config, command)]
-
-
-def _run(options: DistillConfig | TrainConfig | EvalConfig) -> None:
-    if isinstance(options, DistillConfig):
-        summary = distill(options)
+def _run(stage: Stage) -> None:
+    if stage.name == "train":
+        train(stage.options)
+    elif stage.name == "eval":
+        evaluate(stage.options)
+    else:
+        summary = distill(stage.options)
         for line in (*summary["skipped_because"], *summary["failed_because"]):
             say(line)
-    elif isinstance(options, TrainConfig):
-        train(options)
-    else:
-        evaluate(options)
 
 
 def _free() -> None:
@@ -117,7 +109,7 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
     else:
         with_target(lambda: _begin(config, command))
         _free()
-    stages = from_main(lambda: [read_stage(name, file) for name, file in files.items()])
+    stages = from_main(lambda: [stage_of(name, file) for name, file in files.items()])
     on_main(lambda: _delete(config, stages))
     for stage in stages:
         values = [f"{key} {getattr(stage.options, key)}" for key in _SAID[stage.name]]
@@ -141,11 +133,10 @@ def _begin(config: AlignConfig, command: str) -> None:
         facts, prompts = look(config)
     stages: list[Stage] = []
     for name, file in files_of(config).items():
-        if file.is_file():
-            stages.append(read_stage(name, file))
-        else:
-            answers = stages[0].options if stages else None
-            stages.append(Stage.of(name, file, choose(name, config, facts, answers)))
+        chosen = None
+        if not file.is_file():
+            chosen = choose(name, config, facts, stages[0].options if stages else None)
+        stages.append(stage_of(name, file, chosen))
     check(stages[-1].options)
     heldout = heldout_prompts(config, facts)
     split = hold_out(config.prompts, prompts, heldout) if heldout else None
@@ -155,8 +146,8 @@ def _begin(config: AlignConfig, command: str) -> None:
         if not (config.directory / "run.json").exists():
             refuse_foreign(directory, ("*.jsonl",))
         _claim(config, command)
-        if split is not None:
-            split.write(directory)
+        for side, rows in split._asdict().items() if split else ():
+            write_rows(directory / f"{side}.jsonl", rows)
         for stage in stages:
             stage.write()
 
@@ -168,18 +159,9 @@ def _started(config: AlignConfig) -> AlignConfig:
     """Make the draft of --init in OUT/start; return options that name it."""
     start = config.directory / "start"
     if not start.exists():
-        options = InitConfig(
-            method="prune",
-            out=str(start),
-            target=config.target,
-            prompts=config.prompts,
-            prompt_tokens=config.prompt_tokens,
-            seed=config.seed,
-            chat_template=config.chat_template,
-            **{key: value for key, value in loading(config).items() if key not in LARGE},
-        )
+        given = {key: value for key, value in shared(config).items() if key not in LARGE}
         with waiting("align: makes the draft"):
-            summary = made(options, config.train.get("draft_vocab_size"))
+            summary = init(method="prune", out=str(start), prompts=config.prompts, **given)
         for line in in_words(summary):
             say(line)
         _free()

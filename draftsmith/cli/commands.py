@@ -119,15 +119,16 @@ def _decode(config: "DecodeConfig", command: str) -> CommandResult:
 
 def _align(config: "AlignConfig", command: str) -> CommandResult:
     from draftsmith.alignment.stages import run_stages
+    from draftsmith.eval.results import Results
 
-    results = run_stages(config, command)
-    return _measured(results, {"out": config.out})
+    *_, last = run_stages(config, command)
+    return _measured(Results.load(last.options.out), {"out": config.out})
 
 
 def _align_files(config: "AlignConfig", command: str) -> CommandResult:
-    from draftsmith.alignment.stages import write_stages
+    from draftsmith.alignment.stages import run_stages
 
-    files = [str(file) for file in write_stages(config, command)]
+    files = [str(stage.file) for stage in run_stages(config, command, only_write=True)]
     return CommandResult({"files": files}, files)
 
 
@@ -143,11 +144,13 @@ def _demo(config: "DemoConfig", command: str) -> CommandResult:
     from draftsmith.alignment.stages import run_stages
     from draftsmith.core.ranks import from_main
     from draftsmith.demo import demo_run
+    from draftsmith.eval.results import Results
     from draftsmith.eval.summary import summary, table
 
     started = time.monotonic()
     options = demo_run.prepare(Path(config.out), config.short, config.device)
-    results = run_stages(options, command)
+    *_, last = run_stages(options, command)
+    results = Results.load(last.options.out)
     large = demo_run.time_large(options, config.short)
     page = from_main(lambda: demo_run.write_page(results, large))
     # The one verdict is that of the large target: beside the small one nothing is timed.
