@@ -191,7 +191,7 @@ def _schedule(
     share = config.train.get("replay_fraction", _REPLAYED) if config.policy == "balanced" else 0.0
     if "steps" in values:
         steps = round(values["steps"] * (1 - share))
-    if not draft.replays:
+    if share and not draft.replays:
         share = 0.0
         values.pop("steps", None)
     if "epochs" not in values:
