@@ -40,7 +40,7 @@ from datetime import date
 from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Literal, TypeVar, Union, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar, Union, dataclass_transform
 
 import pydantic.dataclasses
 from pydantic import (
@@ -54,7 +54,6 @@ from pydantic import (
     ValidationError,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema
 from typing_extensions import TypedDict
 
 from draftsmith.core.errors import InputError, without_secrets
@@ -89,9 +88,7 @@ class PartOf:
 
     config: type
 
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> Any:
         return handler.generate_schema(partial_of(self.config))
 
 
