@@ -143,7 +143,7 @@ def _begin(config: AlignConfig, command: str) -> None:
 
     def write() -> None:
         directory = config.directory / "prompts"
-        if not (config.directory / "run.json").exists():
+        if split and not (config.directory / "run.json").exists():
             refuse_foreign(directory, ("*.jsonl",))
         _claim(config, command)
         for side, rows in split._asdict().items() if split else ():
