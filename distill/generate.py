@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import options
-from draftsmith.core.errors import counted, without_secrets
+from draftsmith.core.errors import without_secrets
 from draftsmith.core.hub import check_push, pushed
 from draftsmith.core.io import JsonObject, hash_json, write_text_atomic
 from draftsmith.core.launcher import join_processes, leave_processes
@@ -16,14 +16,13 @@ from draftsmith.core.prompts import PromptReader
 from draftsmith.core.ranks import on_main, say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import tokenizing
-from draftsmith.core.signals import Terminated
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import switch_thinking_off
 from draftsmith.distill.engines import ENGINES
 from draftsmith.distill.filters import Suites
-from draftsmith.distill.manifest import count_kept, kept_date, make_set
+from draftsmith.distill.manifest import kept_date, make_set
 from draftsmith.distill.own_prompts import draw_prompts, find_openings
 from draftsmith.distill.part_maker import Job, make_parts
 from draftsmith.distill.prompt_sources import StoredPrompts
@@ -45,27 +44,21 @@ def distill(
     config = configured(DistillConfig, config, options)
     if config.push_to_hub is not None:
         check_push(config.push_to_hub)
-    try:
-        with Run(config.out) as run:
-            join_processes(config.device, config)
-            tokenizer = load_tokenizer(config.target, **tokenizing(config))
-            if config.thinking == "drop":
-                switch_thinking_off(tokenizer)
-            date = fix_date(tokenizer, config.date, kept_date(run.out))
-            if date is not None:
-                say(f"distill: the chat template prints the date; in this set it is {date}")
-            with closing(ENGINES[config.engine](config, tokenizer)) as engine:
-                job = Job(config, engine, tokenizer, date)
-                if engine.states is not None:
-                    check(config, engine)
-                summary = _distill(job, run, command or command_line("distill", config))
-                atexit.register(leave_processes)
-                return summary
-    except (KeyboardInterrupt, Terminated) as stop:
-        answers = count_kept(Path(config.out))
-        kept = f"kept {counted(answers, 'answer')}" if answers else "no answers to keep yet"
-        stop.add_note(f"{kept}; run the same command again to resume")
-        raise
+    with Run(config.out) as run:
+        join_processes(config.device, config)
+        tokenizer = load_tokenizer(config.target, **tokenizing(config))
+        if config.thinking == "drop":
+            switch_thinking_off(tokenizer)
+        date = fix_date(tokenizer, config.date, kept_date(run.out))
+        if date is not None:
+            say(f"distill: the chat template prints the date; in this set it is {date}")
+        with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+            job = Job(config, engine, tokenizer, date)
+            if engine.states is not None:
+                check(config, engine)
+            summary = _distill(job, run, command or command_line("distill", config))
+            atexit.register(leave_processes)
+            return summary
 
 
 def _distill(job: Job, run: Run, command: str) -> JsonObject:
@@ -103,7 +96,7 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         _identity(job, suites),
         make,
         tokenizer=tokenizer,
-        by_content=options.known_by_content(config),
+        inputs=options.known_by_content(config),
     )
     if engine.states is not None:
         # What an earlier run was killed before it wrote, or was not asked for.

@@ -25,10 +25,10 @@ from draftsmith.core.io import (
     write_text_atomic,
     writing,
 )
-from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import is_main, on_main, wait_for_everyone
 from draftsmith.core.reasons import Reasons
-from draftsmith.core.runs import Run, journal_rows, kept_identity
+from draftsmith.core.records import provenance, read_run
+from draftsmith.core.runs import Run
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
 from draftsmith.distill.parts import (
     SHORTFALLS,
@@ -50,30 +50,15 @@ _JOURNALS = ".part-*.answers.jsonl"
 # Checksums of the files of a set in the making.
 _BESIDE = (".part-*.sha256", checksum_file(Path(PROMPTS)).name)
 SET_FORMAT = "draftsmith distilled set"
-# `manifest.json` of a finished set, `run.json` of one in the making.
-IDENTITY_FILES = ("manifest.json", "run.json")
 _PARTS = "part-*.parquet"
 _EMPTY = "empty-*.json"
 # Columns of a part that the manifest sums over.
 _COLUMNS = ["response_ids", "finish_reason", "tokens_from"]
 
 
-def count_kept(out: Path) -> int:
-    """Count the answers in the finished parts and the journals of an unfinished set."""
-    answers = 0
-    for directory in (out, out / DRAWN):
-        for part in directory.glob(_PARTS):
-            answers += pq.read_metadata(part).num_rows
-        for journal in directory.glob(_JOURNALS):
-            finished = journal.name.removeprefix(".").replace(".answers.jsonl", ".parquet")
-            if not (directory / finished).exists():
-                answers += sum(map(len, journal_rows(journal)))
-    return answers
-
-
 def kept_date(out: Path) -> str | None:
     """Return the date that the chat template printed in the set that began in `out`, if any."""
-    return kept_identity(out, IDENTITY_FILES).get("date")
+    return read_run(out).get("identity", {}).get("date")
 
 
 def make_set(
@@ -83,24 +68,25 @@ def make_set(
     make: Callable[[], int],
     *,
     tokenizer: Tokenizer,
-    by_content: JsonObject | None = None,
+    inputs: JsonObject,
 ) -> JsonObject:
     """Claim the directory of a run, let `make` write the parts and return their number, and finish
     the set; return its manifest. Every process calls this.
 
-    by_content: options that are known by their content. Raise InputError if the directory holds
+    inputs: options that are known by their content. Raise InputError if the directory holds
     another set or a model, which this run would overwrite or mix up.
     """
     out = run.out
-    if not any((out / name).exists() for name in IDENTITY_FILES):
+    if not read_run(out):
         foreign = (_PARTS, _EMPTY, _JOURNALS, "errors.jsonl", "README.md", "config.json")
         on_main(lambda: refuse_foreign(out, foreign))
-    run.begin(identity, IDENTITY_FILES, by_content, command)
+    run.begin("distilled set", identity, command, inputs)
     with _reopened(out):
         parts = make()
     wait_for_everyone()
-    origin = provenance(command, identity["config"] | (by_content or {}))
+    origin = provenance(command, identity["config"] | inputs)
     on_main(lambda: _finish(out, parts, identity, origin, tokenizer))
+    run.finish("parts", parts)
     return read_json(out / "manifest.json", "the manifest that this run has written")
 
 
@@ -166,7 +152,7 @@ def _finish(
             write_text_atomic(out / "README.md", distilled_set_card(manifest))
             write_sealed(out / "manifest.json", manifest)
         # A kill may have left the journal of a part that it had just written.
-        _remove_all(out, (_JOURNALS, *_BESIDE, "run.json"))
+        _remove_all(out, (_JOURNALS, *_BESIDE))
 
 
 def _remove_all(out: Path, patterns: Sequence[str]) -> None:

@@ -26,6 +26,7 @@ from draftsmith.core.io import (
 )
 from draftsmith.core.prompts import Prompt, Skipped
 from draftsmith.core.ranks import leads_group
+from draftsmith.core.records import note_progress
 from draftsmith.core.teacher_rows import COLUMN
 from draftsmith.distill.engines import Key
 
@@ -150,14 +151,16 @@ def write_part(
     """
     if not leads_group():
         return
-    if not rows:
-        write_sealed(empty_path(out, index), summary)
-        return
     path = part_path(out, index)
-    metadata = {_METADATA: canonical_json(summary).encode()}
-    table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
-    with sealed_file(path) as temporary:
-        pq.write_table(table, temporary)
+    if rows:
+        metadata = {_METADATA: canonical_json(summary).encode()}
+        table = pa.Table.from_pylist(rows, schema=schema.with_metadata(metadata))
+        with sealed_file(path) as temporary:
+            pq.write_table(table, temporary)
+    else:
+        write_sealed(empty_path(out, index), summary)
+    finished = [*out.glob("part-*.parquet"), *out.glob("empty-*.json")]
+    note_progress(out, "parts", len(finished), None)
 
 
 def prompts_of_finished(out: Path, index: int, digest: str, prompts: str) -> int | None:

@@ -186,6 +186,7 @@ def score_set(
             identity,
             lambda: _score_parts(answers, config, model),
             tokenizer=tokenizer,
+            inputs={"target": config.target, "score": config.score},
         )
         return {
             "out": config.out,

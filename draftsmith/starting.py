@@ -23,11 +23,11 @@ from draftsmith.core.models import (
     text_config,
     vocabulary_size,
 )
-from draftsmith.core.options import command_line, configured
+from draftsmith.core.options import command_line, configured, identity
 from draftsmith.core.prompts import read_prompts, room_for_prompts
-from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD, provenance
+from draftsmith.core.runs import record_finished
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading
 from draftsmith.core.tokenization import load_tokenizer
@@ -91,6 +91,7 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
     if warning := too_costly(costs["draft_cost"], costs["target_cost"]):
         say(f"warning: {warning}")
     figures = _alphas(target, used, texts)
+    command = command_line("init", config)
     with atomic_dir(out) as directory:
         draft.save_pretrained(directory)
         if ids_D is not None:
@@ -101,9 +102,11 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
             "target": config.target,
             "target_fingerprint": fingerprint(target),
             "made": notes,
-            **provenance(command_line("init", config), dataclasses.asdict(config)),
+            **provenance(command, dataclasses.asdict(config)),
         }
         write_sealed(directory / RECORD, record | {"files": checksums(directory)})
+        inputs = {"target": config.target}
+        record_finished(directory, "draft (lm)", identity(config), command, inputs)
     return {
         "out": str(out),
         "parameters": parameter_count(used),

@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 
-from draftsmith.core.record import still_rising
+from draftsmith.core.records import still_rising
 from draftsmith.eval.bootstrap import (
     LEVEL,
     PromptSums,

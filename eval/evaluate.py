@@ -20,9 +20,9 @@ from draftsmith.core.devices import (
 from draftsmith.core.errors import InputError, RunError, without_secrets
 from draftsmith.core.io import read_json, refuse_foreign, remove_leftovers
 from draftsmith.core.launcher import join_processes, leave_processes
-from draftsmith.core.options import command_line, configured
-from draftsmith.core.provenance import provenance
+from draftsmith.core.options import command_line, configured, identity
 from draftsmith.core.ranks import from_main, is_main, launched, on_main, say
+from draftsmith.core.records import path_now, provenance, read_run
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
@@ -38,7 +38,6 @@ from draftsmith.eval.diagnosis.rows import diagnosis_rows
 from draftsmith.eval.facts import clock, model_rows
 from draftsmith.eval.loading import load
 from draftsmith.eval.measuring import Evaluation
-from draftsmith.eval.moved import found_again
 from draftsmith.eval.pooled_runs import with_pooled_runs
 from draftsmith.eval.remarks import announce
 from draftsmith.eval.report.findings import lead
@@ -74,7 +73,7 @@ def evaluate_request(request: EvalRequest) -> Results:
         join_processes(given.device, given)
     out = Path(given.out)
     with Run(out) as run:
-        run.begin()
+        run.lock()
         on_main(lambda: _check_before(out, request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
@@ -99,6 +98,9 @@ def evaluate_request(request: EvalRequest) -> Results:
         of_target = remarks.of_target(given.target, pair.target)
         few = remarks.of_groups(prompt_groups(suites))
         notes += announce([*of_target, *few], strict=False)
+        inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
+        command = command_line("eval", given)
+        run.begin("evaluation", identity(given), command, inputs, replace=True)
         work = Evaluation(request, suites, pair, drafts, models, run)
         measured = work.measure()
         cpus = os.cpu_count() or 1
@@ -113,6 +115,7 @@ def evaluate_request(request: EvalRequest) -> Results:
             track(request.config, results)
 
         on_main(write)
+        run.finish("measurements", work.reused + work.measured)
     atexit.register(leave_processes)
     results = Results.load(out)
     if given.strict and late:
@@ -173,7 +176,13 @@ def without_timings(directory: str) -> EvalConfig:
     if head.again and loads and load > min(loads) - 0.5:
         raise InputError(f"--time_again {directory}: the load average is {load:.1f}; {head.again}")
     Path(directory, "cells", TIMED_AGAIN).touch()
-    options = found_again(results.document["config"], directory)
+    options = results.document["config"] | {"out": directory}
+    record = read_run(Path(directory))
+    for key in record.get("inputs", ()):
+        given = options[key]
+        named = [given] if isinstance(given, str) else given
+        now = [path_now(value, record, Path(directory)) for value in named]
+        options[key] = now[0] if isinstance(given, str) else now
     for cell in Path(directory).glob("cells/*.json"):
         if "load" in read_json(cell, "a measurement"):
             cell.unlink()

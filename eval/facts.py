@@ -23,7 +23,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.record import heldout_curve, read_record
+from draftsmith.core.records import heldout_curve, read_record
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft

@@ -18,7 +18,7 @@ from draftsmith.core.io import read_json
 from draftsmith.core.prompt_rows import iterate_suite, parse_record
 from draftsmith.core.prompts import Prompt, PromptSet, content_id
 from draftsmith.core.ranks import say
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, tokenizing
 from draftsmith.core.suites import load_suite, suite_name

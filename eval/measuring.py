@@ -7,11 +7,11 @@ from functools import partial
 from itertools import product
 from typing import Literal, TypeVar
 
-from draftsmith.core.agreement import agree
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
 from draftsmith.core.ranks import from_main, groups, launched, say
+from draftsmith.core.records import agree
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import Sampling
 from draftsmith.drafts.load import LoadedModels

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompt_rows import parse_named
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.eval.schema import ModelRow, Remark
 
 

@@ -29,7 +29,7 @@ _RESAMPLES = 2000
 def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
     """Measure alpha and predict tau of every draft on every set; write states.json."""
     with Run(config.out) as run:
-        run.begin()
+        run.lock()
         figures = list(_measured(config))
         write_json_atomic(run.out / "states.json", {"figures": figures})
     return {"out": config.out, "figures": figures}

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from draftsmith.core.record import train_longer
+from draftsmith.core.records import train_longer
 from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.formats import (
     named_set,

@@ -138,7 +138,10 @@ def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_
     whole.mkdir()
     unbroken, _ = spawn(*words, cwd=whole).wait()
     spawn(*words, cwd=killed, patch=KILL_AT_ROW).wait(-9)
-    assert sorted(p.name for p in killed.iterdir()) == [".rows.jsonl.lock", ".rows.jsonl.partial"]
+    assert sorted(p.name for p in killed.iterdir()) == [
+        ".rows.jsonl.draftsmith-lock",
+        ".rows.jsonl.partial",
+    ]
     journal = (killed / ".rows.jsonl.partial").read_text().splitlines()[1:]
     before = [
         TypeAdapter(Output).validate_python(kept).row()

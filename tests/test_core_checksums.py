@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.core.checksums import sealed_json
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import is_whole, read_json, sealed_file, write_sealed
+from draftsmith.core.io import is_whole, read_json, sealed_file, sealed_json, write_sealed
 from draftsmith.core.runs import Run
 from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 

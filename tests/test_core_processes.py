@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from draftsmith.__main__ import ended, main
-from draftsmith.core import agreement, launcher, progress, ranks, runs
+from draftsmith.core import launcher, progress, ranks, records, runs
 from draftsmith.core.errors import InputError, LauncherError
 from draftsmith.core.host import limit_threads
 from draftsmith.core.launcher import launcher_request
@@ -147,8 +147,8 @@ def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypat
 def test_processes_of_another_identity_are_refused(monkeypatch):
     identity: dict[str, object] = {"config": {"optim": {"lr": 1e-3}}, "data": "0" * 16}
     gathered: list[dict[str, object]] = []
-    monkeypatch.setattr(agreement, "from_each", lambda work: [work(), *gathered])
-    agreement.agree(identity)
+    monkeypatch.setattr(records, "from_each", lambda work: [work(), *gathered])
+    records.agree(identity)
     others: list[tuple[dict[str, object], str]] = [
         ({"config": {"optim": {"lr": 5e-3}}}, "^optim.lr is 0.001, on rank 2 it is 0.005; give "),
         ({"data": "1" * 16}, "^data differs on rank 2; give every process the same "),
@@ -156,7 +156,7 @@ def test_processes_of_another_identity_are_refused(monkeypatch):
     for other, message in others:
         gathered[:] = [identity, identity | other]
         with pytest.raises(InputError, match=message):
-            agreement.agree(identity)
+            records.agree(identity)
 
 
 def test_processes_share_all_options_but_those_of_a_machine():
@@ -176,7 +176,7 @@ def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatc
     monkeypatch.setattr(runs, "_SHOWN_S", 0)
     monkeypatch.setattr(runs, "from_main", lambda work: b"process 7 on elsewhere")
     (tmp_path / "old").mkdir()
-    (tmp_path / "old" / ".lock").write_text("process 8 on elsewhere")
+    (tmp_path / "old" / ".draftsmith-lock").write_text("process 8 on elsewhere")
     for name in ("old", "new"):
         with pytest.raises(InputError, match=rf"^--out: .*/{name} lacks .*all processes share"):
             with runs.hold(tmp_path / name):

@@ -68,10 +68,10 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_first(tmp_path, star
     assert message == f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
     child.release()
     with hold(out):
-        assert f"process {os.getpid()} " in (out / ".lock").read_text()
+        assert f"process {os.getpid()} " in (out / ".draftsmith-lock").read_text()
         with pytest.raises(InputError, match=f"^--out .*: process {os.getpid()} "), hold(out):
             pass
-        assert (out / ".lock").exists()
+        assert (out / ".draftsmith-lock").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -80,14 +80,14 @@ def test_a_run_that_was_stopped_leaves_the_directory_free(tmp_path, start, numbe
     os.kill(child.pid, number)
     child.child.until("code")
     # Only SIGKILL leaves the file, and that does not stop the next run.
-    assert (tmp_path / ".lock").exists() == (number == signal.SIGKILL)
+    assert (tmp_path / ".draftsmith-lock").exists() == (number == signal.SIGKILL)
     with hold(tmp_path):
-        assert f"process {os.getpid()} " in (tmp_path / ".lock").read_text()
+        assert f"process {os.getpid()} " in (tmp_path / ".draftsmith-lock").read_text()
 
 
 def test_a_file_has_its_lock_beside_it(tmp_path, start):
     start(tmp_path / "rows.jsonl", file=True)
-    assert [path.name for path in tmp_path.iterdir()] == [".rows.jsonl.lock"]
+    assert [path.name for path in tmp_path.iterdir()] == [".rows.jsonl.draftsmith-lock"]
     with (
         pytest.raises(InputError, match=r"^--out .*rows\.jsonl: process"),
         hold(tmp_path / "rows.jsonl", file=True),
@@ -100,20 +100,20 @@ def test_a_file_has_its_lock_beside_it(tmp_path, start):
 def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path):
     out = tmp_path / "out"
     identity = {"config": {"seed": 1, "layers": (1, 2)}, "data": "ab" * 32, "rows": 8}
-    assert claim(out, identity) is False
+    assert claim(out, "set", identity, "", {}) is False
     (out / ".part.draftsmith-tmp123").write_text("left by a killed run")
-    assert claim(out, identity) is True
+    assert claim(out, "set", identity, "", {}) is True
     assert [path.name for path in out.iterdir()] == ["run.json"]
     other = {**identity, "config": {"seed": 2, "layers": [1, 2]}}
     with pytest.raises(InputError) as refused:
-        claim(out, other)
+        claim(out, "set", other, "", {})
     assert str(refused.value) == (
         f"--out {out}: was made with other options: seed is 1, now it is 2; "
         "choose another --out or delete the directory"
     )
     # A hash says nothing to a person.
     with pytest.raises(InputError, match="with other options: data changed since; choose"):
-        claim(out, {**identity, "data": "cd" * 32})
+        claim(out, "set", {**identity, "data": "cd" * 32}, "", {})
 
 
 def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
@@ -139,7 +139,7 @@ def make_steps(out: Path, fail_at: int = 99) -> list[Any]:
         file(temporary / "weights")
 
     with Run(out) as run:
-        run.begin({"seed": 1})
+        run.begin("set", {"seed": 1}, "", {})
         found = [
             run.step("cells/a.json", value),
             run.step("part.txt", file),
@@ -199,7 +199,7 @@ def test_a_run_that_fails_before_it_wrote_leaves_no_directory(tmp_path, file):
 
     def fail(kept: Path | None = None) -> None:
         with pytest.raises(InputError, match="too soon"), Run(out, file=file) as run:
-            run.begin()
+            run.lock()
             if kept is not None:
                 kept.write_text("kept")
             raise InputError("too soon")

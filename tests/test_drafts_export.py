@@ -33,7 +33,7 @@ from draftsmith.__main__ import main
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import read_json
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.config import GGUF_TYPES, Format
 from draftsmith.drafts.heads import Head, load_head, save_head
@@ -328,7 +328,7 @@ def test_the_command(target, tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["format"] == "sglang" and summary["kind"] == "eagle3"
     assert main(["status", str(tmp_path)]) == 0
-    assert "eagle3-out: an export (eagle3 as sglang), finished" in capsys.readouterr().out
+    assert "eagle3-out: export (eagle3 as sglang), finished" in capsys.readouterr().out
     assert main([*words, "sglang", "--out", str(tmp_path / "other")]) == 2
     assert "--target: is missing" in capsys.readouterr().err
     (tmp_path / "full").mkdir()

@@ -15,7 +15,6 @@ from draftsmith.core.io import read_json
 from draftsmith.decode import BatchOutput, SpeculativeDecoder
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate, without_timings
-from draftsmith.eval.moved import found_again
 from draftsmith.eval.results import Results
 from draftsmith.eval.summary import headline_and_table, summary as summarise
 from tests.results_made_up import timeless
@@ -31,12 +30,11 @@ import draftsmith.core.runs
 from draftsmith.core import io
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.moved import found_again
 writes = 0
 def write(path, value):
     global writes
     writes += 1
-    if writes == 4:
+    if writes == 5:
         with io.atomic_file(path) as temporary:
             temporary.write_text(json.dumps(value)[:20])
             os.kill(os.getpid(), signal.SIGKILL)
@@ -298,23 +296,6 @@ def test_results_that_lack_a_draft_of_those_before_say_so(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     evaluation._check_before(tmp_path, ["base", "one"])
     assert f"{tmp_path} holds results of two too; they will be replaced" in capsys.readouterr().err
-
-
-def test_files_are_found_from_anywhere_and_after_a_move(tmp_path, monkeypatch):
-    for name in ("demo/eval", "demo/target", "demo/jsd"):
-        (tmp_path / "moved" / name).mkdir(parents=True)
-    options = {"out": "out/demo/eval", "target": "out/demo/target", "id": ["@gsm8k", "out/x.jsonl"]}
-    drafts = ["base=owner/name", "jsd=out/demo/jsd", "found=retrieval:out/demo/jsd"]
-    options |= {"draft": drafts, "ood": [], "tree": ["chain:4"]}
-    monkeypatch.chdir(tmp_path)
-    found = found_again(options, "moved/demo/eval")
-    assert (found["out"], found["target"]) == ("moved/demo/eval", "moved/demo/target")
-    moved = ["base=owner/name", "jsd=moved/demo/jsd", "found=retrieval:moved/demo/jsd"]
-    assert found["draft"] == moved
-    assert found["id"] == options["id"]
-    monkeypatch.chdir("/")
-    found = found_again(options, str(tmp_path / "moved/demo/eval"))
-    assert found["target"] == str(tmp_path / "moved/demo/target")
 
 
 @pytest.mark.usefixtures("undrawn")

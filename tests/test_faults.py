@@ -235,7 +235,7 @@ def test_the_outputs_of_a_decoding_that_was_killed(tmp_path):
     run()
     whole = content(out)
     with Run(file, file=True) as killed:
-        killed.begin()
+        killed.lock()
         with killed.journal(".rows.jsonl.partial", {"identity": "a"}) as journal:
             for output in outputs[:4]:
                 journal.append([asdict(output)])

@@ -1,6 +1,5 @@
 """What lies in --out and is not of this project is neither changed nor deleted."""
 
-import fcntl
 import os
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import atomic_dir, atomic_file, check_out
-from draftsmith.core.runs import Run, claim, hold, holder
+from draftsmith.core.runs import Run, claim, hold
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -29,7 +28,7 @@ def test_only_temporary_names_of_this_project_are_cleaned_up(tmp_path):
         (tmp_path / temporary.name.replace("part", "killed")).write_text("left by a killed run")
     (tmp_path / "part").unlink()
     with hold(tmp_path):
-        claim(tmp_path, {"seed": 1})
+        claim(tmp_path, "set", {"seed": 1}, "", {})
     left = content(tmp_path)
     del left["run.json"]
     assert left == others
@@ -39,54 +38,8 @@ def test_only_temporary_names_of_this_project_are_cleaned_up(tmp_path):
 def test_a_damaged_record_of_a_run_says_what_to_do(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(InputError, match="delete this directory, or choose another --out"):
-        claim(tmp_path, {"seed": 1})
+        claim(tmp_path, "set", {"seed": 1}, "", {})
     assert (tmp_path / "run.json").read_text() == content
-
-
-@pytest.mark.parametrize("file", [False, True])
-@pytest.mark.parametrize("kind", ["text", "link", "dangling", "directory", "fifo"])
-def test_a_lock_of_another_program_is_refused_and_stays(tmp_path, kind, file):
-    out = tmp_path / "out"
-    out.mkdir()
-    lock = out / ".lock"
-    if file:
-        out = out / "rows.jsonl"
-        lock = out.with_name(".rows.jsonl.lock")
-    target = tmp_path / "precious"
-    if kind != "dangling":
-        target.write_text("precious")
-    if kind == "directory":
-        lock.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(lock)
-    elif kind == "text":
-        lock.write_text("4711 of another program")
-    else:
-        lock.symlink_to(target)
-    before = lock.lstat()
-    for _ in range(2):
-        with (
-            pytest.raises(InputError, match=r"^--out .*lock is of another program"),
-            Run(out) as run,
-        ):
-            run._file = file
-            run.begin()
-        assert holder(out) is None
-    assert (lock.lstat().st_ino, lock.lstat().st_size) == (before.st_ino, before.st_size)
-    assert target.exists() == (kind != "dangling")
-    assert kind == "dangling" or target.read_text() == "precious"
-
-
-def test_an_empty_lock_is_respected_and_stays(tmp_path):
-    lock = tmp_path / ".lock"
-    lock.touch()
-    with hold(tmp_path):
-        assert holder(tmp_path) == "another run"
-    assert lock.read_bytes() == b""
-    with lock.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="another run is writing it"), hold(tmp_path):
-            pass
 
 
 def test_a_directory_that_cannot_be_written_is_named_and_not_its_lock(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from benchmarks.lib.engines import vllm_server
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.options import command_line
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.distill.config import StatesConfig
 from draftsmith.distill.engines import openai
 from draftsmith.distill.states import write_states

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away
     # unasked.
     (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
-    (tmp_path / "both/draft/.lock").unlink()  # of the run that was killed
+    (tmp_path / "both/draft/.draftsmith-lock").unlink()  # of the run that was killed
     before = result(tmp_path / "both")
     out, err = spawn(*words, cwd=tmp_path / "both").wait(1)
     assert not out and last_line(err).endswith(

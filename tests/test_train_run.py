@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
-from draftsmith.core.record import read_record, train_longer
 from draftsmith.train.batch import Batch
 from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.config import TrainConfig
@@ -307,29 +305,3 @@ def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, disti
         *f"train --out x --data {distilled} --draft {draft_dir} --draft_config other.json".split()
     )
     assert code == 2 and "its hidden_size is 16, other.json says 32" in err
-
-
-@pytest.mark.parametrize("how", ["lm", "part", "eagle"])
-def test_a_finished_draft_is_trained_longer_by_the_command_that_is_said(
-    tmp_path, distilled, draft_dir, target_dir, door, how
-):
-    more = {
-        "lm": ["--draft", draft_dir],
-        "part": [f"--draft={draft_dir}", "--draft-vocab-size", 100],
-        "eagle": ["--kind", "eagle", "--optim.name", "adamw"],
-    }[how]
-    words = ["--data", distilled, "--target", target_dir, "--objective", "fkl", *more]
-    steps = 6 if how == "eagle" else 5  # held-out alpha still rises there
-    words += ["--steps", steps, "--eval_every", 1, "--batch_size", 2, "--max_length", 64]
-    first = tmp_path / "first"
-    words += ["--optim.lr", 0.03, "--optim.final_lr_fraction", 1]
-    said = door.ok("train", *words, "--out", first)[0]
-    command = train_longer(str(first))
-    assert f"; train longer: {command}" in said
-    program, name, *longer = shlex.split(command)
-    assert (program, name) == ("draftsmith", "train")
-    door.ok(name, *longer)
-    records = [read_record(tmp_path / place) for place in ("first", "first-longer")]
-    assert records[1]["config"]["draft"] == str(first) and records[1]["steps"] == steps
-    assert records[1]["heldout_alpha"] >= records[0]["heldout_alpha"]
-    assert train_longer(target_dir) == ""

@@ -26,7 +26,7 @@ from draftsmith.core.io import (
     write_sealed,
 )
 from draftsmith.core.ranks import from_main, on_main, own_group
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD, note_progress
 from draftsmith.core.sampling import row_seed
 from draftsmith.drafts.cards import write_record
 from draftsmith.train.job import Position, TrainingJob
@@ -63,6 +63,7 @@ def save(job: TrainingJob, wrapped: Copies, position: Position, best: dict[str, 
             state = {"position": asdict(position), "layout": job.layout, "files": files}
             write_sealed(directory / "state.json", state)
         drop_old(job)
+        note_progress(Path(job.config.out), "steps", position.step, job.steps)
 
     on_main(write)
 

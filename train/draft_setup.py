@@ -29,7 +29,7 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.ranks import groups, say, with_target
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD
 from draftsmith.core.state_store import (
     StateFiles,
     StateMemory,

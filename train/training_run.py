@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.agreement import agree
 from draftsmith.core.devices import attention_of_any_length, generators_kept
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.hub import check_push, pushed
@@ -42,10 +41,9 @@ from draftsmith.core.options import (
     refuse_unused,
 )
 from draftsmith.core.prompts import write_prompt_hashes
-from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import from_main, is_main, on_main, own_group, say
-from draftsmith.core.record import RECORD, read_record
-from draftsmith.core.runs import Run, claim, kept_identity
+from draftsmith.core.records import RECORD, provenance, read_record, read_run
+from draftsmith.core.runs import Run
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import loading
 from draftsmith.core.signals import StopSignal, Terminated
@@ -81,7 +79,6 @@ from draftsmith.train.trainees.block import BlockTrainee, calibrate
 from draftsmith.train.world import make_world
 
 log = logging.getLogger(__name__)
-_RECORDS = ("run/run.json",)
 # Held-out rows that a confidence is calibrated on; its few temperatures need no more.
 _CALIBRATION_ROWS = 512
 # Of the record of a draft.
@@ -124,28 +121,25 @@ def train(
     with Run(out) as run, generators_kept():
         loaded = _prepare(config, loss)
         job = loaded.job
-        if not (job.run_dir / "run.json").exists():
+        if not read_run(out):
             if (out / "config.json").exists():
                 raise InputError(
                     f"{out}: holds a model that this run did not make; choose another `out`"
                 )
             refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
-        agree(job.identity)
-        run.begin()
-        kept = from_main(lambda: kept_identity(out, _RECORDS))
-        published = from_main(lambda: checkpoint.is_published(job))
-        if not kept and job.drafted is not None:
+        inputs = known_by_content(config)
+        run.begin(f"draft ({config.kind})", job.identity, command, inputs)
+        if not run.resumed and job.drafted is not None:
             tokens = {"tokens": job.drafted}
             on_main(lambda: write_sealed(job.draft_vocabulary, tokens))
-        places = known_by_content(config)
-        from_main(lambda: claim(out, job.identity, _RECORDS, places, command))
+        published = from_main(lambda: checkpoint.is_published(job))
         for directory in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, directory))
         if published:
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            settings = {"config": job.identity["config"] | known_by_content(config)}
+            settings = {"config": job.identity["config"] | inputs}
             beside = without_secrets(asdict(job.config)) | {"processes": job.world.size}
             tracking.start(
                 job.world.accelerator,
@@ -155,6 +149,7 @@ def train(
                 tracker=config.tracker,
             )
             record = _publish(job, _fit(loaded, run.stop), command)
+        run.finish("steps", record["steps"])
     atexit.register(leave_processes)
     summary = {"checkpoint": str(out)} | {key: record[key] for key in _SUMMARY if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
@@ -203,7 +198,7 @@ def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
     kept = next(iter(dates), None)
     if tokenizer is None or all(Path(source).is_dir() for source in sources):
         return kept
-    begun = kept_identity(Path(config.out), _RECORDS).get("date")
+    begun = read_run(Path(config.out)).get("identity", {}).get("date")
     date = fix_date(tokenizer, config.date, begun or kept)
     if date is not None:
         say(f"train: the chat template prints the date; in chats from text it is {date}")
@@ -231,7 +226,7 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     job = TrainingJob(config, world, objective, training, heldout, tokenizer, target, date=date)
     torch.manual_seed(config.seed)
     chosen = None
-    if kept_identity(Path(config.out), _RECORDS):
+    if read_run(Path(config.out)):
         chosen = from_main(lambda: draft_setup.kept_tokens(job.draft_vocabulary))
     draft = draft_setup.build(config, job.target, job.training, chosen)
     job = replace(job, drafted=draft_setup.drafted_tokens(draft))

@@ -35,7 +35,7 @@ from benchmarks.gpu.device_sections import SECTIONS
 from benchmarks.lib.places import ROOT
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.io import JsonObject, write_text_atomic
-from draftsmith.core.provenance import git_commit, versions
+from draftsmith.core.records import git_commit, versions
 
 _PATIENCE = 10  # tiny runs are tests, and a busy machine is no reason to fail
 _GRACE_S = 5  # between a section's own limit and the end of its process

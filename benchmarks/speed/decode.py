@@ -41,7 +41,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.models import dtype_name, load_model, vocabulary_size
 from draftsmith.core.options import options
-from draftsmith.core.provenance import git_commit, versions
+from draftsmith.core.records import git_commit, versions
 from draftsmith.core.tokenization import Tokenizer, encode_text, load_tokenizer
 from draftsmith.decode import take_over
 from draftsmith.decode.native import kernel

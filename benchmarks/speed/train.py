@@ -65,7 +65,7 @@ from draftsmith.core.errors import InputError  # noqa: E402
 from draftsmith.core.io import JsonObject  # noqa: E402
 from draftsmith.core.models import load_model, parameter_count, vocabulary_size  # noqa: E402
 from draftsmith.core.options import options  # noqa: E402
-from draftsmith.core.provenance import git_commit, versions  # noqa: E402
+from draftsmith.core.records import git_commit, versions  # noqa: E402
 from draftsmith.drafts.heads import HEADS  # noqa: E402
 from draftsmith.train.batch import IGNORE, Batch  # noqa: E402
 from draftsmith.train.chunked import Output, TokenLoss, chunk_size  # noqa: E402

@@ -27,7 +27,7 @@ from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.io import atomic_dir, read_json
 from draftsmith.core.models import load_model
 from draftsmith.core.options import options
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD
 from draftsmith.drafts.cards import add_results, write_record
 from draftsmith.drafts.draft_vocabulary import token_counts
 from draftsmith.drafts.heads import write_head

@@ -15,8 +15,9 @@ from draftsmith.alignment.choices import Choices
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.errors import without_secrets
-from draftsmith.core.io import JsonObject, read_json, write_text_atomic
+from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.options import known_by_content, options_of, put, value_at
+from draftsmith.core.records import read_run
 from draftsmith.distill.config import DistillConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import TrainConfig
@@ -91,11 +92,11 @@ def stage_of(name: str, file: Path, chosen: Choices | None = None) -> Stage:
 
 def relocate(config: AlignConfig) -> None:
     """Let the files of a run that was moved name the places of now, as its record does."""
-    record = read_json(config.directory / "run.json", "the record of a run", ["places"])
+    record = read_run(config.directory)
     now = known_by_content(config) | {"out": config.out}
     for file in files_of(config).values():
         text = file.read_text(encoding="utf-8")
-        for key, then in record["places"].items():
+        for key, then in record["inputs"].items():
             if isinstance(then, str) and then != now[key]:
                 place = rf"(?<![\w/.-]){re.escape(then)}(?![\w.:-])"
                 text = re.sub(place, now[key], text)

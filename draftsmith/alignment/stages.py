@@ -64,9 +64,12 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
     """Write the files of the stages and run them; return them. command: as typed."""
     join_processes(config.device, config)
     with Run(config.out) as run:
-        run.begin()
+        run.lock()
         stages = _prepared(config, command)
-        for stage in () if only_write else stages:
+        if only_write:
+            return stages
+        for done, stage in enumerate(stages):
+            run.progress("stages", done, len(stages))
             say(f"\n{stage.command}")
             try:
                 _run(stage)
@@ -79,6 +82,7 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
         results = Path(stages[-1].options.out, "results.json")
         for draft in config.trained() if results.is_file() else ():
             on_main(partial(add_results, config.directory / draft.name, results, draft.name))
+        run.finish("stages", len(stages))
     return stages
 
 
@@ -124,7 +128,7 @@ def _claim(config: AlignConfig, command: str) -> None:
     if Path(config.prompts).is_file():
         identity["prompts"] = sha256_file(Path(config.prompts))
     places = known_by_content(config)
-    claim(config.directory, {"config": identity}, by_content=places, command=command)
+    claim(config.directory, "alignment", {"config": identity}, command, places)
 
 
 def _begin(config: AlignConfig, command: str) -> None:

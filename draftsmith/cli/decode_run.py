@@ -170,7 +170,7 @@ def _to_file(out: Path, head: dict[str, str], batches: Batches) -> list[Output]:
     """Journal every batch of outputs, so that a killed run resumes; write all rows at the end."""
     partial = f".{out.name}.partial"
     with Run(out, file=True) as run:
-        run.begin()
+        run.lock()
         with run.journal(partial, head) as journal:
             rows = list(chain.from_iterable(journal.rows))
             outputs = TypeAdapter(list[Output]).validate_python(rows)

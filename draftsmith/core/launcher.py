@@ -10,11 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-from draftsmith.core.agreement import agree
 from draftsmith.core.errors import LauncherError, RunError, first_line
 from draftsmith.core.guest import shared
 from draftsmith.core.options import for_all
-from draftsmith.core.provenance import versions
 from draftsmith.core.ranks import (
     FAILED,
     check_launcher,
@@ -25,6 +23,7 @@ from draftsmith.core.ranks import (
     meet,
     say,
 )
+from draftsmith.core.records import agree, versions
 from draftsmith.core.signals import interruptible
 
 # `ddp`: every process has a whole copy of the weights. `zero`: DeepSpeed, whose config names the

@@ -26,7 +26,7 @@ from draftsmith.core.hidden_states import some_tokens, without_layers
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
 from draftsmith.core.ranks import from_each
-from draftsmith.core.record import check_weights
+from draftsmith.core.records import check_weights
 from draftsmith.core.settings import Quantize as Quantize, dtype_called
 from draftsmith.core.shapes import Loading, read_config
 from draftsmith.core.sources import check_source, no_model

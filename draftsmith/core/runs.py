@@ -2,15 +2,16 @@
 
     with Run(out) as run:  # SIGTERM and Ctrl-C end the block with a note
         ...  # load and check; nothing is written yet
-        run.begin(identity(config))  # lock; InputError if another run began here
+        run.begin("train", identity, command)  # lock, write run.json; or InputError
         answer = run.step("cells/abc.json", make)  # the object that make() gave, read from the file
         part = run.step("part-00000.parquet", make)  # the file, or make(temporary path)
         draft = run.step("start/", make)  # the directory, or make(temporary directory)
         with run.journal(".rows.jsonl") as journal:  # rows appended one by one
             journal.rows, journal.append(row)
+        run.finish("steps", 8)
 
 A step is written whole (temporary name, fsync, rename), so the next run finds each step finished or
-missing. A damaged step (see `draftsmith.core.checksums`) is named in a warning and made again. With
+missing. A damaged step is named in a warning and made again. With
 several processes, `who` says which of them make a step: "main" (the others wait) or "all" (every
 process calls `make`, the main one writes).
 """
@@ -22,17 +23,16 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from draftsmith.core.agreement import agree, difference
-from draftsmith.core.checksums import Damaged, parse_line, sealed_line
 from draftsmith.core.errors import ChangedError, InputError, without_secrets
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import (
+    Damaged,
     JsonObject,
     atomic_dir,
     canonical_json,
@@ -40,21 +40,33 @@ from draftsmith.core.io import (
     is_whole,
     kept_json,
     make_dir,
+    parse_line,
     read_json,
     remove_empty,
     remove_leftovers,
     sealed_file,
+    sealed_line,
     write_sealed,
     writing,
 )
 from draftsmith.core.launcher import as_typed, without_fsdp_variable
 from draftsmith.core.ranks import check_launcher, from_each, from_main, leads_group, on_main
+from draftsmith.core.records import (
+    RUN,
+    agree,
+    difference,
+    note,
+    note_progress,
+    paths_of,
+    read_run,
+    versions,
+)
 from draftsmith.core.signals import StopSignal, Terminated, terminable
 
 log = logging.getLogger(__name__)
 
-_RUN = "the record of a run; delete this directory, or choose another --out"
 _STEP = "a finished step"
+_LOCK = ".draftsmith-lock"
 # Seconds until a file server shows one node the new file of another.
 _SHOWN_S = 35.0
 
@@ -70,6 +82,7 @@ class Run:
         self._file = file
         self.directory = self.out.parent if file else self.out
         self.resumed = False
+        self._locked = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -89,24 +102,38 @@ class Run:
             error.add_note("run the same command again to resume")
         self._stack.close()
 
+    def lock(self) -> None:
+        """Lock `out`, if it is not locked yet; see `hold`."""
+        if not self._locked:
+            self._stack.enter_context(hold(self.out, file=self._file))
+        self._locked = True
+
     def begin(
         self,
-        identity: Mapping[str, object] | None = None,
-        records: Sequence[str] = ("run.json",),
-        by_content: JsonObject | None = None,
-        command: str | None = None,
+        stage: str,
+        identity: Mapping[str, object],
+        command: str,
+        inputs: JsonObject,
+        *,
+        replace: bool = False,
     ) -> bool:
-        """Lock `out` and, given an identity, claim it; return whether this resumes a run. See
-        `hold` and `claim`. Raise InputError if a process has another identity.
+        """Lock `out` and claim it; return whether this resumes a run. See `hold` and `claim`. Raise
+        InputError if a process has another identity.
         """
-        if identity is not None:
-            agree(dict(identity))
-        self._stack.enter_context(hold(self.out, file=self._file))
-        if identity is not None:
-            self.resumed = from_main(
-                lambda: claim(self.out, identity, records, by_content, command)
-            )
+        agree(dict(identity))
+        self.lock()
+        self.resumed = from_main(
+            lambda: claim(self.out, stage, identity, command, inputs, replace=replace)
+        )
         return self.resumed
+
+    def progress(self, unit: str, done: int, of: int | None = None) -> None:
+        """Record how far the run is."""
+        note_progress(self.out, unit, done, of)
+
+    def finish(self, unit: str, done: int) -> None:
+        """Record that the run is finished."""
+        note(self.out, progress={"unit": unit, "done": done, "of": done}, finished=True)
 
     def finished(self, name: str) -> bool:
         """Whether the step `name` is finished; one that is damaged is deleted, with a warning."""
@@ -190,11 +217,6 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self.path.unlink(missing_ok=True)
 
 
-def journal_rows(path: Path) -> list[Any]:
-    """The rows of a journal, its head included, up to a damaged one."""
-    return _whole_lines(path)[1]
-
-
 def _whole_lines(path: Path) -> tuple[list[bytes], list[Any]]:
     """Return the lines of a journal up to a damaged one, and their values."""
     data = path.read_bytes() if path.exists() else b""
@@ -222,31 +244,23 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
     with its process. If another run holds the lock, raise InputError in every process, with its
     host and process id; likewise if a process does not see the lock, because `out` is not shared.
     """
-    path = out / ".lock"
-    if file:
-        path = out.with_name(f".{out.name}.lock")
+    path = out.with_name(f".{out.name}{_LOCK}") if file else out / _LOCK
     descriptors: list[int] = []
     made: list[Path] = []
-    is_ours = False
 
     def lock() -> bytes:
-        nonlocal is_ours
         made.extend(make_dir(path.parent))
-        is_new = not os.path.lexists(path)
-        content = b"no file"
-        if is_new or (path.is_file() and not path.is_symlink()):
+        with writing(out):
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            with writing(out):
-                descriptors.append(os.open(path, flags, 0o666))
-            content = os.pread(descriptors[0], 4096, 0)
-        if content and not content.startswith(b"process "):
-            raise InputError(f"--out {out}: {path} is of another program; choose another --out")
+            descriptor = os.open(path, flags, 0o666)
         try:
-            fcntl.flock(descriptors[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = content.decode(errors="replace") or "another run"
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+            os.close(descriptor)
             raise InputError(
-                f"--out {out}: {holder} is writing it; wait for it, or choose another --out"
+                f"--out {out}: {holder or 'another run'} is writing it; wait for it, or choose "
+                "another --out"
             ) from None
         except OSError as error:
             log.warning(
@@ -254,12 +268,11 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
                 out,
                 error.strerror,
             )
-        # An empty file may be another program's: it is locked, and stays as it is.
-        if is_ours := is_new or bool(content):
-            content = f"process {os.getpid()} on {socket.gethostname()}".encode()
-            with writing(out):
-                os.ftruncate(descriptors[0], 0)
-                os.pwrite(descriptors[0], content, 0)
+        descriptors.append(descriptor)
+        content = f"process {os.getpid()} on {socket.gethostname()}".encode()
+        with writing(out):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, content, 0)
         return content
 
     try:
@@ -268,8 +281,7 @@ def hold(out: Path, *, file: bool = False) -> Iterator[None]:
         yield
     finally:
         for descriptor in descriptors:
-            if is_ours:
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             os.close(descriptor)
         remove_empty(made)
 
@@ -292,7 +304,7 @@ def holder(out: Path) -> str | None:
     """
     try:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(out / ".lock", flags)
+        descriptor = os.open(out / _LOCK, flags)
     except OSError:
         return None
     try:
@@ -307,45 +319,50 @@ def holder(out: Path) -> str | None:
 
 def claim(
     directory: Path,
+    stage: str,
     identity: Mapping[str, object],
-    records: Sequence[str] = ("run.json",),
-    by_content: JsonObject | None = None,
-    command: str | None = None,
+    command: str,
+    inputs: JsonObject,
+    *,
+    replace: bool = False,
 ) -> bool:
-    """Claim `directory` for this run; return whether a run of the same identity began it.
+    """Claim `directory` for a run, and write its record; return whether it goes on with one.
 
-    identity: everything that decides the result; JSON. records: files that may hold an identity; a
-    new run writes the last. by_content: options that are known by their content, kept for readers
-    of the record as they are now, with `out`. command: what began the run, or goes on with it now.
-    If the identities differ, raise InputError
-    naming the first key that differs.
+    stage: what the run makes. identity: everything that decides the result; JSON. command: what
+    began the run, or goes on with it now. inputs: options that are known by their content. replace:
+    put this identity in place of another. If the identities differ, raise ChangedError naming the
+    first key that differs.
     """
     remove_leftovers(directory)
     current = json.loads(canonical_json(dict(identity)))  # JSON turns tuples into lists
-    names = (by_content or {}) | {"out": str(directory)}
-    record: JsonObject = {"identity": current, "places": names}
-    if command is not None:
-        record["command"] = without_secrets(as_typed(command))
-    begun = _begun(directory, records)
-    if begun is None:
-        write_sealed(directory / records[-1], record)
-        return False
-    kept = read_json(begun, _RUN, ["identity"])
-    if differs := difference(kept["identity"], current):
+    kept = read_run(directory)
+    differs = difference(kept["identity"], current) if kept else None
+    if differs and not replace:
         raise ChangedError(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    if "places" in kept and kept | record != kept:
-        write_sealed(begun, record)
-    return True
+    values: list[object] = []
+    inputs = inputs | {"out": str(directory)}
+    for value in inputs.values():
+        values += value if isinstance(value, list) else [value]
+    begun: JsonObject = {"progress": None, "finished": False}
+    record = ({} if differs else kept) | {
+        "stage": stage,
+        "command": without_secrets(as_typed(command)),
+        "identity": current,
+        "inputs": inputs,
+        "paths": paths_of(values, directory) | {str(directory): "."},
+        "versions": versions(),
+    }
+    if begun | record != kept:
+        write_sealed(directory / RUN, begun | record)
+    return bool(kept)
 
 
-def kept_identity(directory: Path, records: Sequence[str] = ("run.json",)) -> JsonObject:
-    """The identity of the run that began in `directory`, as `claim` keeps it; {} if none did."""
-    begun = _begun(directory, records)
-    return {} if begun is None else read_json(begun, _RUN, ["identity"])["identity"]
-
-
-def _begun(directory: Path, records: Sequence[str]) -> Path | None:
-    return next((directory / name for name in records if (directory / name).exists()), None)
+def record_finished(
+    directory: Path, stage: str, identity: JsonObject, command: str, inputs: JsonObject
+) -> None:
+    """Write the record of a command that is done at once."""
+    claim(directory, stage, identity, command, inputs)
+    note(directory, finished=True)

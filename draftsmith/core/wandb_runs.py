@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from draftsmith.core.errors import InputError, one_line, require_package
 from draftsmith.core.io import JsonObject, hash_json
-from draftsmith.core.provenance import versions
 from draftsmith.core.ranks import launched, say
+from draftsmith.core.records import versions
 
 if TYPE_CHECKING:
     import wandb

@@ -14,7 +14,7 @@ from huggingface_hub import CardData, metadata_load
 from draftsmith.core.errors import InputError, change_texts
 from draftsmith.core.hub import PLACEHOLDER, cached
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD
 from draftsmith.core.sources import is_hub_name
 from draftsmith.drafts.engine_commands import SERVING
 

@@ -29,7 +29,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.core.shapes import own_dtype, read_config
 from draftsmith.core.sources import check_source
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer

@@ -21,7 +21,7 @@ from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
 from draftsmith.core.options import configured
 from draftsmith.core.ranks import say
-from draftsmith.core.record import read_record
+from draftsmith.core.records import read_record
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options
 from draftsmith.core.template_date import fix_date

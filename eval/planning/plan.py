@@ -17,8 +17,8 @@ from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, write_json_atomic
 from draftsmith.core.options import configured
 from draftsmith.core.progress import progress
-from draftsmith.core.provenance import provenance
 from draftsmith.core.ranks import say
+from draftsmith.core.records import provenance
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
 from draftsmith.decode.recorded.steps import check_backend

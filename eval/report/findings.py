@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draftsmith.core.record import still_rising
+from draftsmith.core.records import still_rising
 from draftsmith.eval.decision import Cell, Decision, Setting, Shortfall, Tokens, decide, listed
 from draftsmith.eval.formats import (
     number,

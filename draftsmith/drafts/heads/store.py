@@ -22,7 +22,7 @@ from draftsmith.core.devices import generators_kept
 from draftsmith.core.errors import InputError, first_line, one_line, warn_once
 from draftsmith.core.hub import cached, lfs_pointer, snapshot
 from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_json_atomic
-from draftsmith.core.record import check_weights, read_record
+from draftsmith.core.records import check_weights, read_record
 from draftsmith.core.sources import check_source, is_hub_name
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead

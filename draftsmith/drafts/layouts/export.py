@@ -17,11 +17,10 @@ from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import fingerprint, text_config
-from draftsmith.core.options import command_line, configured
+from draftsmith.core.options import command_line, configured, identity
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
-from draftsmith.core.provenance import provenance
-from draftsmith.core.record import RECORD, read_record
-from draftsmith.core.runs import hold
+from draftsmith.core.records import RECORD, provenance, read_record
+from draftsmith.core.runs import hold, record_finished
 from draftsmith.drafts.config import DoctorConfig, ExportConfig
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken, path_trap
@@ -97,9 +96,13 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         record["source"] = {"name": source.name, "fingerprint": draft_fingerprint(source.draft)}
         if hashes is not None:
             write_prompt_hashes(directory, hashes.tolist())
-        record |= provenance(command_line("export", config), asdict(config))
+        command = command_line("export", config)
+        record |= provenance(command, asdict(config))
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+        stage = f"export ({source.kind} as {config.format})"
+        inputs = {"target": target, "draft": source.name}
+        record_finished(directory, stage, identity(config), command, inputs)
     return {"out": config.out, **written, "files": files, "remarks": _remarks(config, source)}
 
 

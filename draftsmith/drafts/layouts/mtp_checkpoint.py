@@ -19,7 +19,7 @@ from torch import Tensor
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_json
 from draftsmith.core.models import text_config
-from draftsmith.core.record import RECORD
+from draftsmith.core.records import RECORD
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.drafts.heads.store import checkpoint_directory
 from draftsmith.drafts.layouts.mtp import NativeLayer, find_layers, written_for
