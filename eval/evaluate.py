@@ -176,7 +176,7 @@ def without_timings(directory: str) -> EvalConfig:
     if head.again and loads and load > min(loads) - 0.5:
         raise InputError(f"--time_again {directory}: the load average is {load:.1f}; {head.again}")
     Path(directory, "cells", TIMED_AGAIN).touch()
-    options = results.document["config"] | {"out": directory}
+    options = results.document["config"] | {"out": str(directory)}
     record = read_run(Path(directory))
     for key in record.get("inputs", ()):
         given = options[key]

@@ -43,6 +43,7 @@ def test_every_row_and_every_count(whole, target_dir):
         "manifest.json",
         "README.md",
         "errors.jsonl",
+        "run.json",
         *parts,
     }
     assert [part["rows"] for part in record["parts"]] == [6, 3, 6, 6, 3]

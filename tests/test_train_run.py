@@ -275,6 +275,7 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     assert result(draft) == before
     # The same directory without its record could be anyone's.
     os.rename("draft/run", "elsewhere")
+    os.unlink("draft/run.json")
     assert (
         "holds a model that this run did not make" in door.refused(*words, *more)
         and not Path("draft/run").exists()
