@@ -11,7 +11,7 @@ if __name__ == "decode":
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.decode.propose import PROPOSERS as PROPOSERS, default_tree as default_tree
+from draftsmith.decode.propose import PROPOSERS as PROPOSERS
 from draftsmith.decode.tree import Tree as Tree, TreeShape as TreeShape
 from draftsmith.decode.tree_spec import (
     TREES as TREES,
@@ -23,13 +23,11 @@ from draftsmith.decode.verify import (
     VERIFIERS as VERIFIERS,
     Verifier as Verifier,
     default_verifier as default_verifier,
-    find_verifier as find_verifier,
 )
 
 if TYPE_CHECKING:
     from draftsmith.decode.batch_run import (
         Generation as Generation,
-        StopCondition as StopCondition,
         StopStrings as StopStrings,
     )
     from draftsmith.decode.engine import (
@@ -58,7 +56,6 @@ _LATER = {
     "PromptLookupProposer": "propose.prompt_lookup",
     "Proposer": "propose.protocol",
     "SpeculativeDecoder": "engine",
-    "StopCondition": "batch_run",
     "StopStrings": "batch_run",
     "take_over": "packed_weights",
     "takes_trees": "supported_models",

@@ -1,9 +1,8 @@
-"""How one decodes with a draft: on which tree, under which rule. Needs no torch."""
+"""How one decodes with a draft: on which tree, under which rule."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from draftsmith.decode.propose import default_tree
 from draftsmith.decode.tree import Tree, TreeShape
 from draftsmith.decode.tree_spec import Written, parse_tree, tree_spec
 from draftsmith.decode.verify import Verifier, default_verifier, find_verifier
@@ -33,7 +32,9 @@ class Method:
         if isinstance(tree, TreeShape):
             shape, written = tree, f"{tree.size} nodes"
         elif tree == OWN_TREE:
-            shape, written = default_tree("lookahead"), OWN_TREE
+            from draftsmith.decode.propose.lookahead import LookaheadProposer
+
+            shape, written = LookaheadProposer().default_tree(), OWN_TREE
         else:
             shape, written = parse_tree(tree, read), tree_spec(tree)
         return cls(written, shape, find_verifier(verifier or default_verifier(shape)))

@@ -17,16 +17,15 @@ from transformers import (
 from draftsmith.core.errors import InputError
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
-    PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
     LookaheadProposer,
     PromptLookupProposer,
     SpeculativeDecoder,
-    default_tree,
     default_verifier,
     parse_tree,
 )
+from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.decode.supported_models import _reads_windows
 from tests.tiny_models import random_llama
 
@@ -46,7 +45,7 @@ def test_the_tables_need_no_torch():
         "import sys, draftsmith.decode as decode\n"
         "for name in ('chain:4', 'kary:4,2,2', 'eagle2', 'opt'): "
         "decode.default_verifier(decode.parse_tree(name))\n"
-        "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS and decode.default_tree()\n"
+        "assert decode.PROPOSERS and decode.TREES and decode.VERIFIERS\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
@@ -79,14 +78,9 @@ def test_the_verifier_that_suits_a_tree(spec, drawn, several):
 
 
 def test_the_tree_that_suits_a_proposer():
-    assert default_tree() == parse_tree("chain:4") and default_tree(
-        "medusa", heads=3
-    ) == parse_tree("chain:3")
-    assert {name: default_tree(name).is_chain for name in PROPOSERS} == {
-        n: n != "lookahead" for n in PROPOSERS
-    }
     target = tiny(1)
-    assert SpeculativeDecoder(target, LookaheadProposer()).tree == default_tree("lookahead")
+    own = SpeculativeDecoder(target, LookaheadProposer()).tree
+    assert own == Method.of(OWN_TREE).shape and not own.is_chain
     assert SpeculativeDecoder(target, PromptLookupProposer()).tree == parse_tree("chain:4")
 
 

@@ -9,21 +9,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal
 
-from draftsmith.decode.tree import CHAIN as CHAIN, Tree, chain
+from draftsmith.decode.tree import CHAIN as CHAIN
 
 if TYPE_CHECKING:
     from draftsmith.decode.propose.protocol import Proposer
-
-
-def default_tree(proposer: str = "draft", heads: int | None = None) -> Tree:
-    """Return the tree for a proposer of `PROPOSERS`: a chain of four tokens, fewer if there are
-    fewer `heads`; for lookahead, a tree that holds its window and its candidates.
-    """
-    if proposer == "lookahead":
-        from draftsmith.decode.propose.lookahead import LookaheadProposer
-
-        return LookaheadProposer().default_tree()
-    return chain(min(CHAIN, heads or CHAIN))
 
 
 @dataclass(frozen=True)
