@@ -1,7 +1,7 @@
 """The options of `draftsmith distill`. Needs no torch."""
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field
@@ -15,6 +15,7 @@ from draftsmith.core.options import (
     Model,
     NamedPrompts,
     NotIdentity,
+    Of,
     Positive,
     PromptOptions,
     Prompts,
@@ -22,31 +23,18 @@ from draftsmith.core.options import (
     RunOptions,
     SamplingOptions,
     Spec,
-    TargetOptions,
     Temperature,
     Text,
     Url,
     options,
     options_of,
-    refuse_unused,
 )
 from draftsmith.core.settings import Sampling
 
-# Options that one engine has.
-_ENGINE_OF = {
-    "endpoint": "openai",
-    "served_model": "openai",
-    "api_key_env": "openai",
-    "concurrency": "openai",
-    "timeout_s": "openai",
-    "max_requests": "openai",
-    "max_tokens": "openai",
-    "address": "ray",
-    "workers": "ray",
-    "tensor_parallel_size": "vllm",
-    "target_parallel": "hf",
-    "target_device_map": "hf",
-}
+T = TypeVar("T")
+OfServers = Annotated[T, Of("engine", "openai")]
+OfRay = Annotated[T, Of("engine", "ray")]
+OfStates = Annotated[T, Of("states")]
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -69,11 +57,79 @@ def magpie(prompts: str) -> int | None:
 
 
 @options
-class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptions):
-    """Let the target answer prompts, and keep its tokens as a distilled set."""
+class EngineOptions(LargeTargetOptions):
+    """Where the target runs."""
 
     target: ByContent[Model]
     """The target: a local directory or hub name."""
+    engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
+    """Where the target runs: `hf` in this process with transformers, `openai` on servers
+    (--endpoint), `vllm` in this process with vLLM, `ray` on workers of a Ray cluster.
+    """
+    endpoint: NotIdentity[OfServers[list[Url]]] = field(default_factory=list)
+    """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted),
+    such as http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights.
+    """
+    served_model: Rare[NotIdentity[OfServers[str | None]]] = None
+    """Name of the target on the servers. Default: the one model that /models lists. A name is not
+    looked up.
+    """
+    api_key_env: Rare[NotIdentity[OfServers[str]]] = "OPENAI_API_KEY"
+    """Environment variable that holds the servers' key."""
+    concurrency: Rare[NotIdentity[OfServers[AtLeast1]]] = 64
+    """Requests in flight per server."""
+    timeout_s: Rare[NotIdentity[OfServers[Positive]]] = 600.0
+    """Seconds that a server has for one answer."""
+    max_requests: Rare[NotIdentity[OfServers[AtLeast1 | None]]] = None
+    """Stop after this many requests to servers; the same command resumes."""
+    max_tokens: Rare[NotIdentity[OfServers[AtLeast1 | None]]] = None
+    """Stop after this many tokens of prompts and answers, as servers count them; the same command
+    resumes.
+    """
+    address: Rare[NotIdentity[OfRay[str | None]]] = None
+    """Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: RAY_ADDRESS, else a local
+    cluster.
+    """
+    workers: Rare[NotIdentity[OfRay[AtLeast1 | None]]] = None
+    """Copies of the target on the Ray cluster. Default: one per GPU, or one per node without
+    GPUs.
+    """
+    tensor_parallel_size: Rare[NotIdentity[Annotated[AtLeast1, Of("engine", "vllm")]]] = 1
+    """GPUs that vLLM splits the target over."""
+    states: Rare[NotIdentity[Annotated[Directory | None, Of("engine", "vllm", "openai")]]] = None
+    """Directory for the target's hidden states of every row, which vLLM gives with the answer; for
+    `train --states`. In process, or served on this machine with a shared directory.
+    """
+    states_8bit: Rare[NotIdentity[OfStates[bool]]] = False
+    """A state takes 8 bits a value and a scale a token: half of the engine's 16 bits."""
+    states_layers: Rare[NotIdentity[OfStates[list[AtLeast1]]]] = field(default_factory=list)
+    """Layers whose output is kept in addition to the last one's, from 1. Default: those that a
+    fresh EAGLE-3 head reads.
+    """
+
+    def __post_init__(self) -> None:
+        if self.engine != "hf" and (self.target_parallel > 1 or self.target_device_map):
+            raise InputError("target_parallel and target_device_map: are for --engine hf")
+        if self.engine == "openai" and not self.endpoint:
+            raise InputError(
+                "endpoint: --engine openai needs at least one, such as http://localhost:8000/v1"
+            )
+        for url in self.endpoint:
+            parts = urlsplit(url)
+            if (
+                parts.scheme not in ("http", "https") or parts.username or parts.query
+            ):  # secrets are not shown
+                address = f"{parts.scheme}://{parts.hostname}" if parts.hostname else parts.scheme
+                raise InputError(
+                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into "
+                    f"{self.api_key_env}"
+                )
+
+
+@options
+class DistillConfig(EngineOptions, SamplingOptions, PromptOptions, RunOptions):
+    """Let the target answer prompts, and keep its tokens as a distilled set."""
+
     prompts: ByContent[Prompts]
     """A .jsonl or .parquet file, here or in a store (s3://...), a hub dataset as
     owner/name[:split], or prompts that the target writes itself: self:N (N texts from the first
@@ -109,40 +165,6 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
     mass, per token, for `train` without the target. About 4 k bytes per token; 0 stores none. Of
     servers, vLLM gives them.
     """
-    engine: Literal["hf", "openai", "vllm", "ray"] = "hf"
-    """Where the target runs: `hf` in this process with transformers, `openai` on servers
-    (--endpoint), `vllm` in this process with vLLM, `ray` on workers of a Ray cluster.
-    """
-    endpoint: NotIdentity[list[Url]] = field(default_factory=list)
-    """Servers with OpenAI's API that all serve the target (vLLM, SGLang, llama-server, hosted),
-    such as http://localhost:8000/v1. `target` then gives the tokenizer and needs no weights.
-    """
-    served_model: Rare[NotIdentity[str | None]] = None
-    """Name of the target on the servers. Default: the one model that /models lists. A name is not
-    looked up.
-    """
-    api_key_env: Rare[NotIdentity[str]] = "OPENAI_API_KEY"
-    """Environment variable that holds the servers' key."""
-    concurrency: Rare[NotIdentity[AtLeast1]] = 64
-    """Requests in flight per server."""
-    timeout_s: Rare[NotIdentity[Positive]] = 600.0
-    """Seconds that a server has for one answer."""
-    max_requests: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Stop after this many requests to servers; the same command resumes."""
-    max_tokens: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Stop after this many tokens of prompts and answers, as servers count them; the same command
-    resumes.
-    """
-    address: Rare[NotIdentity[str | None]] = None
-    """Ray cluster, such as HOST:6379 or ray://HOST:10001. Default: RAY_ADDRESS, else a local
-    cluster.
-    """
-    workers: Rare[NotIdentity[AtLeast1 | None]] = None
-    """Copies of the target on the Ray cluster. Default: one per GPU, or one per node without
-    GPUs.
-    """
-    tensor_parallel_size: Rare[NotIdentity[AtLeast1]] = 1
-    """GPUs that vLLM splits the target over."""
     decontaminate: Rare[list[NamedPrompts]] = field(default_factory=list)
     """Prompt sets of the evaluation, NAME=PROMPTS: skip prompts that share 13 words in a row with
     one of theirs.
@@ -157,55 +179,21 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
     """Stop at the first row that cannot be read, instead of skipping and counting it."""
     ignore_eos: Rare[bool] = False
     """Continue to max_new_tokens even if the target ends."""
-    states: Rare[NotIdentity[Directory | None]] = None
-    """Directory for the target's hidden states of every row, which vLLM gives with the answer; for
-    `train --states`. In process, or served on this machine with a shared directory.
-    """
-    states_8bit: Rare[NotIdentity[bool]] = False
-    """A state takes 8 bits a value and a scale a token: half of the engine's 16 bits."""
-    states_layers: Rare[NotIdentity[list[AtLeast1]]] = field(default_factory=list)
-    """Layers whose output is kept in addition to the last one's, from 1. Default: those that a
-    fresh EAGLE-3 head reads.
-    """
     push_to_hub: Rare[NotIdentity[str | None]] = None
     """Upload the finished set to this hub dataset, owner/name (token: HF_TOKEN). A new one is
     private.
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         magpie(self.prompts)
         if self.temperatures and self.temperature is not None:
             raise InputError(
                 "temperatures: a mixture replaces --temperature; leave one of them out"
             )
         self.mixture()
-        if self.states is None:
-            refuse_unused(
-                self, dict.fromkeys(("states_8bit", "states_layers"), "there is no --states")
-            )
-        elif self.engine not in ("vllm", "openai"):
-            raise InputError(
-                f"states: --engine {self.engine} writes none; take vllm, or openai before a vLLM "
-                "server"
-            )
-        else:
-            refuse_unused(self, {"teacher_top_k": "--states has the target's distributions"})
-        others = {key: of for key, of in _ENGINE_OF.items() if of != self.engine}
-        refuse_unused(self, {key: f"it is for --engine {of}" for key, of in others.items()})
-        if self.engine == "openai" and not self.endpoint:
-            raise InputError(
-                "endpoint: --engine openai needs at least one, such as http://localhost:8000/v1"
-            )
-        for url in self.endpoint:
-            parts = urlsplit(url)
-            if (
-                parts.scheme not in ("http", "https") or parts.username or parts.query
-            ):  # secrets are not shown
-                address = f"{parts.scheme}://{parts.hostname}" if parts.hostname else parts.scheme
-                raise InputError(
-                    f"endpoint: {address}: write http://localhost:8000/v1, and put the key into "
-                    f"{self.api_key_env}"
-                )
+        if self.states and self.teacher_top_k:
+            raise InputError("teacher_top_k: --states has the target's distributions; leave it out")
 
     def mixture(self) -> list[MixturePart]:
         """Return the parts of `temperatures`."""
@@ -227,31 +215,18 @@ class DistillConfig(LargeTargetOptions, SamplingOptions, PromptOptions, RunOptio
 
 
 @options
-class StatesConfig(DistillConfig):
+class StatesConfig(EngineOptions):
     """Write the target's states of answers that exist: `draftsmith distill --states_of SET`."""
 
     states_of: Annotated[list[Directory], Field(min_length=1)]
     """Distilled sets whose rows get their states in --states."""
-    prompts: Rare[str] = ""
-    out: Rare[str] = ""
-    max_new_tokens: Rare[AtLeast1] = 1
+    states: Annotated[NotIdentity[Directory], Of("engine", "vllm", "openai")]
+    """Directory for the target's hidden states, for `train --states`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.states is None:
-            raise InputError("states: is missing; name the directory for the states")
-        read = {
-            "target",
-            "engine",
-            "states",
-            "states_of",
-            "states_8bit",
-            "states_layers",
-            *_ENGINE_OF,
-        }
-        read |= {option.key for option in options_of(TargetOptions)}
-        reason = "the answers exist"
-        refuse_unused(self, {key: reason for key in vars(self) if key not in read})
+    def asking(self) -> DistillConfig:
+        """Return the options of the engine that reads the answers."""
+        values = {option.key: getattr(self, option.key) for option in options_of(EngineOptions)}
+        return DistillConfig(**values, prompts="", out=self.states, max_new_tokens=1)
 
 
 @options

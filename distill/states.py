@@ -167,10 +167,11 @@ def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
 
 def write_states(config: StatesConfig) -> JsonObject:
     """Write the states of sets that exist; return what was done."""
+    asking = config.asking()
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    with closing(ENGINES[config.engine](config, tokenizer)) as engine:
+    with closing(ENGINES[config.engine](asking, tokenizer)) as engine:
         for directory in config.states_of:
             vocabulary = read_manifest(Path(directory)).get("vocabulary", {})
             check_vocabulary(tokenizer, vocabulary, directory)
-        check(config, engine)
+        check(asking, engine)
         return {"states": config.states, **complete(engine, config.states_of)}

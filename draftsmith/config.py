@@ -1,7 +1,7 @@
 """The options of `draftsmith init`, `decode`, `doctor --served` and `demo`, without torch."""
 
 from dataclasses import field
-from typing import Literal
+from typing import Annotated, Literal
 
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import check_out
@@ -11,6 +11,7 @@ from draftsmith.core.options import (
     Directory,
     Model,
     NotIdentity,
+    Of,
     Out,
     OutFile,
     PenaltyOptions,
@@ -26,7 +27,6 @@ from draftsmith.core.options import (
     Text,
     Url,
     options,
-    refuse_unused,
 )
 from draftsmith.core.settings import Quantize
 from draftsmith.decode import VERIFIERS
@@ -62,7 +62,7 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     """
     prompt: str | None = None
     """A text to continue; to a target with a chat template it is what the user says."""
-    raw: Rare[bool] = False
+    raw: Rare[Annotated[bool, Of("prompt")]] = False
     """Continue --prompt as it is, without the chat template."""
     prompts: NotIdentity[Prompts | None] = None
     """Or a .jsonl/.parquet file or hub dataset of prompts."""
@@ -92,9 +92,9 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     """nf4: the target's weights in four bits (bitsandbytes); the output then follows the rounded
     model.
     """
-    quantize_draft: Rare[Quantize | None] = None
+    quantize_draft: Rare[Annotated[Quantize | None, Of("draft")]] = None
     """The same for draft models. Default: as --quantize."""
-    heterogeneous_vocab: Rare[bool] = False
+    heterogeneous_vocab: Rare[Annotated[bool, Of("draft")]] = False
     """true: drafts that are language models of another tokenizer draft the tokens that both have
     (lossless).
     """
@@ -105,29 +105,12 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
         name = self.verifier
         if name is not None and name not in VERIFIERS:
             raise InputError(f"verifier: {name!r} is unknown; {nearest(name, VERIFIERS)}")
-        refuse_unused(self, self._unread())
+        if self.proposer == "none" or not (self.draft or self.proposer):
+            for key in ("draft", "tree", "verifier"):
+                if getattr(self, key):
+                    raise InputError(f"{key}: nothing drafts; add --draft, or leave it out")
         if self.out is not None:
             check_out(self.out, [self.prompts, self.datastore], "id")
-
-    def _unread(self) -> dict[str, str]:
-        """Return the options that nothing reads beside the others, with the reason."""
-        unread = {}
-        if self.prompts is not None:
-            unread["raw"] = "it is for --prompt"
-        if not self.draft:
-            unread |= dict.fromkeys(
-                ("quantize_draft", "heterogeneous_vocab"), "there is no --draft"
-            )
-        if self.proposer == "none":
-            unread |= dict.fromkeys(("draft", "tree", "verifier"), "--proposer none drafts nothing")
-        elif not self.draft and self.proposer is None:
-            reason = "nothing drafts; add --draft or --proposer"
-            unread |= dict.fromkeys(("tree", "verifier"), reason)
-        return unread
-
-
-# Options that only one method of `init` reads.
-_READ_BY = {"donor": "transplant", "intermediate_size": "prune"}
 
 
 @options
@@ -138,7 +121,7 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """The target: a local directory or hub name."""
     method: Literal["prune", "transplant"]
     """prune: layers of the target. transplant: --donor with the target's vocabulary."""
-    donor: Model | None = None
+    donor: Annotated[Model | None, Of("method", "transplant")] = None
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
     """prune, transplant: number of layers to keep. Default: a quarter for prune, all for
@@ -146,13 +129,13 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """
     keep: Rare[Literal["first", "last", "even"] | None] = None
     """prune, transplant: which layers to keep. Default: even."""
-    intermediate_size: Rare[AtLeast1 | None] = None
+    intermediate_size: Rare[Annotated[AtLeast1 | None, Of("method", "prune")]] = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this number of tokens, the most frequent ones in --data, then those that the
     target finds likely, and skip the other output rows.
     """
-    data: Rare[list[Prompts]] = field(default_factory=list)
+    data: Rare[Annotated[list[Prompts], Of("draft_vocab_size")]] = field(default_factory=list)
     """For --draft_vocab_size: distilled sets, or .jsonl/.parquet files. Default: the answers to
     --prompts.
     """
@@ -166,15 +149,10 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """Length of the target's answers that alpha is measured on."""
 
     def __post_init__(self) -> None:
-        for key, method in _READ_BY.items():
-            if getattr(self, key) is not None and self.method != method:
-                raise InputError(f"{key}: --method {self.method} does not read it; leave it out")
         if self.method == "transplant" and self.donor is None:
             raise InputError(
                 "donor: --method transplant needs a model to move; name it with --donor"
             )
-        if self.draft_vocab_size is None:
-            refuse_unused(self, {"data": "it is for --draft_vocab_size"})
         if self.prompts is None and self.draft_vocab_size is not None and not self.data:
             raise InputError(
                 "draft_vocab_size: needs texts to count tokens in; add --data, or --prompts"

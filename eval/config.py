@@ -32,7 +32,6 @@ from draftsmith.core.options import (
     Temperature,
     Text,
     options,
-    refuse_unused,
 )
 from draftsmith.core.settings import Quantize
 
@@ -138,11 +137,8 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """
 
     def __post_init__(self) -> None:
-        if self.tree == ["none"]:
-            unread = ["verifier"]
-            if self.speed_prompts:
-                unread.append("speed_prompts")
-            refuse_unused(self, dict.fromkeys(unread, "--tree none decodes nothing"))
+        if self.tree == ["none"] and self.verifier:
+            raise InputError("verifier: --tree none decodes nothing; leave it out")
 
 
 @options

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import read_tree_file
-from draftsmith.core.options import refuse_unused
 from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.settings import Sampling, sampling_options
 from draftsmith.core.suites import load_suite, suite_name
@@ -124,9 +123,6 @@ def check(config: EvalConfig) -> EvalRequest:
     ahead = [name for name, source in drafts.items() if is_lookahead(source)]
     if ahead and not asked:
         raise InputError(f"--draft {ahead[0]}=lookahead: has no alpha to measure with --tree none")
-    if len(ahead) == len(drafts):
-        own = "lookahead drafts a tree of its own"
-        refuse_unused(config, dict.fromkeys(("tree", "verifier"), own))
     named: dict[str, list[How]] = {}
     for name, each in methods.items():
         named[name] = [(method.tree, method.verifier) for method in each]

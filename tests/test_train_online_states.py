@@ -230,7 +230,7 @@ def test_what_cannot_be_used_is_one_line(pair, far, tokenizer, tmp_path):
     place: dict[str, Any] = {"states": str(tmp_path / "states")}
     with pytest.raises(InputError, match="states_from: needs states, their directory"):
         TrainConfig(**RUN, **pair, out="o", states_from=["http://here"])
-    with pytest.raises(InputError, match="states_gib: is not read"):
+    with pytest.raises(InputError, match="states_gib: is for --states_from"):
         TrainConfig(**RUN, **pair, **place, out="o", states_gib=1)
     with pytest.raises(InputError, match="states_from: no server answers"):
         trained(tmp_path / "near", **pair, **place, states_from=["http://127.0.0.1:1"])

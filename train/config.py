@@ -1,7 +1,7 @@
 """The options of `draftsmith train`, in YAML or on the command line."""
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -16,6 +16,7 @@ from draftsmith.core.options import (
     Model,
     NonNegative,
     NotIdentity,
+    Of,
     OpenShare,
     Positive,
     Prompts,
@@ -25,10 +26,11 @@ from draftsmith.core.options import (
     Spec,
     Url,
     options,
-    refuse_unused,
 )
 from draftsmith.drafts.config import BLOCK_KINDS
 from draftsmith.train.objective import Objective, parse_objective
+
+T = TypeVar("T")
 
 
 @options
@@ -42,7 +44,7 @@ class Optim:
     """
     lr: Positive | None = None
     """Peak learning rate. null: by a rule (printed) from the number of trained parameters."""
-    muon_lr: Rare[Positive] = 0.02
+    muon_lr: Rare[Annotated[Positive, Of("optim.name", "muon")]] = 0.02
     """Peak rate of the matrices that Muon trains, whatever their size."""
     schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
     """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
@@ -62,52 +64,45 @@ DraftKind = Literal[
     "lm", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash", "dspark", "jetspec"
 ]
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
-_BLOCK_OPTIONS = {"num_layers", "step_decay", "block_size", "anchors", "target_layers", "window"}
-
-# The options under `head` that each kind has, beside `features` and `features_gib`.
-_HEAD_OPTIONS: dict[str, set[str]] = {
-    "lm": set(),
-    "eagle": {"noise", "test_steps", "step_decay"},
-    "eagle3": {"norms", "num_layers", "test_steps", "step_decay"},
-    "mtp": {"test_steps", "step_decay"},
-    "medusa": {"num_heads", "num_layers", "step_decay"},
-    "hydra": {"num_heads", "num_layers", "step_decay"},
-    **dict.fromkeys(BLOCK_KINDS, _BLOCK_OPTIONS),
-}
-_UNROLLED_KINDS = [kind for kind, own in _HEAD_OPTIONS.items() if "test_steps" in own]
+_UNROLLED_KINDS = ("eagle", "eagle3", "mtp")
+_STACKED_KINDS = ("medusa", "hydra")
+OfBlocks = Annotated[T, Of("kind", *BLOCK_KINDS)]
+OfHeads = Annotated[T, Of("kind", *_UNROLLED_KINDS, *_STACKED_KINDS, *BLOCK_KINDS)]
 
 
 @options
 class HeadOptions:
     """Heads; null is the paper's value."""
 
-    num_heads: Rare[AtLeast1 | None] = None
+    num_heads: Rare[Annotated[AtLeast1 | None, Of("kind", *_STACKED_KINDS)]] = None
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
-    num_layers: Rare[AtLeast1 | None] = None
+    num_layers: Rare[
+        Annotated[AtLeast1 | None, Of("kind", "eagle3", *_STACKED_KINDS, *BLOCK_KINDS)]
+    ] = None
     """Medusa, Hydra: residual layers per head; 1. Decoder layers: EAGLE-3 1, block drafters 5."""
-    norms: Rare[Literal["eagle3", "eagle31"] | None] = None
+    norms: Rare[Annotated[Literal["eagle3", "eagle31"] | None, Of("kind", "eagle3")]] = None
     """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth;
     `eagle3` does not, for llama.cpp and the authors' code. eagle31.
     """
-    test_steps: Rare[AtLeast1 | None] = None
+    test_steps: Rare[Annotated[AtLeast1 | None, Of("kind", *_UNROLLED_KINDS)]] = None
     """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3, EAGLE-1 1."""
-    step_decay: Rare[Annotated[float, Field(gt=0, le=1)] | None] = None
+    step_decay: Rare[OfHeads[Annotated[float, Field(gt=0, le=1)] | None]] = None
     """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
     exp(-1/7) to exp(-1/4) by the size of its block.
     """
-    noise: Rare[NonNegative | None] = None
+    noise: Rare[Annotated[NonNegative | None, Of("kind", "eagle")]] = None
     """EAGLE-1: input features are shifted at random by up to this much; 0.1."""
-    block_size: Rare[Annotated[int, Field(ge=2)] | None] = None
+    block_size: Rare[OfBlocks[Annotated[int, Field(ge=2)] | None]] = None
     """Block drafters: tokens of a block with its anchor; 16, dspark 7."""
-    anchors: Rare[AtLeast1 | None] = None
+    anchors: Rare[OfBlocks[AtLeast1 | None]] = None
     """Block drafters: blocks per row of the data, packed or not, and pass, at random; 512."""
-    target_layers: Rare[Annotated[list[AtLeast0], Field(min_length=1)] | None] = None
+    target_layers: Rare[OfBlocks[Annotated[list[AtLeast0], Field(min_length=1)] | None]] = None
     """Block drafters: layers of the target, from 0, whose outputs are read; null spreads five."""
-    window: Rare[AtLeast1 | None] = None
+    window: Rare[OfBlocks[AtLeast1 | None]] = None
     """Block drafters: how far back a token attends; null is without limit."""
     features: Rare[NotIdentity[Directory | None]] = None
     """Directory that caches the target's hidden states. null: compute them in every epoch."""
-    features_gib: Rare[Positive | None] = None
+    features_gib: Rare[Annotated[Positive | None, Of("head.features")]] = None
     """Limit of that directory, GiB; 16."""
 
 
@@ -141,7 +136,7 @@ class TrainConfig(RunOptions, LargeTargetOptions):
     """vLLM servers of the target, such as http://localhost:8000/v1, that write what `states` lacks
     while training reads it, and share that directory.
     """
-    states_gib: Rare[NotIdentity[Positive | None]] = None
+    states_gib: Rare[NotIdentity[Annotated[Positive | None, Of("states_from")]]] = None
     """Limit of what they keep there, GiB; 16. What is gone is asked for again."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this many tokens, the most frequent in the responses, then those that the target
@@ -223,11 +218,6 @@ class TrainConfig(RunOptions, LargeTargetOptions):
         for key, wrong, reason in self._rules(objective):
             if wrong:
                 raise InputError(f"{key}: {reason}")
-        if not objective.needs_target:
-            refuse_unused(self, {"loss_temperature": "`ce` has none"})
-        if not self.states_from:
-            refuse_unused(self, {"states_gib": "it limits states_from"})
-        self._check_head()
 
     def _check_kind(self) -> None:
         if self.draft_config and self.kind != "lm":
@@ -274,19 +264,12 @@ class TrainConfig(RunOptions, LargeTargetOptions):
                 self.target_device_map and (self.states or not self.target),
                 "goes with `target`, and not with states, which need no layers of it",
             ),
+            (
+                "loss_temperature",
+                self.loss_temperature != 1 and not objective.needs_target,
+                "`ce` has none",
+            ),
+            ("head.features", self.head.features and self.states, "is not read: states replace it"),
             ("states_from", self.states_from and not self.states, "needs states, their directory"),
             ("mixing_temperature", unmixed, "needs several `data`, and packing false"),
         ]
-
-    def _check_head(self) -> None:
-        unread = {"features": "states replace it"} if self.states else {}
-        if self.head.features is None:
-            unread["features_gib"] = "it limits head.features"
-        refuse_unused(self.head, unread, "head.")
-        known = _HEAD_OPTIONS[self.kind] | {"features", "features_gib"}
-        for key, value in vars(self.head).items():
-            if value is not None and key not in known:
-                raise InputError(
-                    f"head.{key}: not an option of kind {self.kind}; it has "
-                    f"{', '.join(sorted(known))}"
-                )

@@ -38,7 +38,6 @@ from draftsmith.core.options import (
     configured,
     identity as identity_options,
     known_by_content,
-    refuse_unused,
 )
 from draftsmith.core.prompts import write_prompt_hashes
 from draftsmith.core.ranks import from_main, is_main, on_main, own_group, say
@@ -250,8 +249,6 @@ def _with_name(config: TrainConfig, *, zero: bool) -> Optim:
     # DeepSpeed shares matrices in pieces, which Muon cannot train.
     muon = draft_setup.is_untrained(config.draft) and not zero
     name = optim.name or ("muon" if muon else "adamw")
-    if name != "muon":
-        refuse_unused(optim, {"muon_lr": f"the optimizer is {name}"}, "optim.")
     return replace(optim, name=name)
 
 

@@ -306,6 +306,13 @@ class Command:
         """Lines of help for `instead`."""
         return {key: other.what for key, other in self.instead.items()}
 
+    def chosen(self, argv: list[str]) -> "Command":
+        """Return the command that the words select: this one, or one of `instead`."""
+        from draftsmith.core.command_line import sub_command
+
+        key = sub_command(self.instead, argv)
+        return self if key is None else self.instead[key]
+
 
 COMMANDS = {
     "demo": Command(
@@ -406,10 +413,8 @@ def run(name: str, argv: list[str]) -> None:
             raise InputError(f"which {command.alone}? draftsmith {name} {command.alone.upper()}")
         if not argv[0].startswith("-"):
             argv = [f"--{command.alone}", *argv]
+    command = command.chosen(argv)
     typed = {underscored(word).partition("=")[0] for word in argv}
-    for key, other in command.instead.items():
-        if f"--{key}" in typed:
-            command = other
     if name == "align" and "--print_config" in typed:
         # Here it writes files.
         argv = [word for word in argv if underscored(word) != "--print_config"]

@@ -16,9 +16,8 @@ from typing import NoReturn, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from draftsmith.core.errors import InputError, one_line
-from draftsmith.core.io import JsonObject, read_words
-from draftsmith.core.option_names import nearest_option
+from draftsmith.core.errors import InputError, nearest_option, one_line
+from draftsmith.core.io import JsonObject
 from draftsmith.core.options import Option, options_of, partial_of, put, reason_of, value_at
 
 C = TypeVar("C")
@@ -28,10 +27,7 @@ _COMMON = ("config", "json", "help", "print_config")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        line = message.removeprefix("argument ")
-        typed = line.partition("invalid choice: '")[2].partition("'")[0]
-        meant = read_words(__file__)["values"].get(typed)
-        raise InputError(f"{line}; {meant}" if meant else line)
+        raise InputError(message.removeprefix("argument "))
 
 
 def parse(
@@ -61,10 +57,7 @@ def parse(
         key = unknown[0].partition("=")[0]
         if not key.startswith("--"):
             raise InputError(f"{key!r}: unexpected word")
-        words_of = read_words(__file__)["options"]
-        instead = words_of.get(f"{command} {key}", words_of.get(key))
-        known = f"; {instead}" if instead else _nearest(key[2:], table, "--")
-        raise InputError(f"{key}: unknown option{known}")
+        raise InputError(f"{key}: unknown option{_nearest(key[2:], table, '--')}")
     values: JsonObject = {}
     lines: dict[str, str] = {}
     for name in typed.get("config", []):
@@ -91,6 +84,17 @@ def parse(
         if reason.key in typed:
             raise InputError(f"--{line}") from None
         raise InputError(f"{lines[reason.key]}: {line}" if reason.key in lines else line) from None
+
+
+def sub_command(modes: Iterable[str], argv: list[str]) -> str | None:
+    """Return the option among `modes` that is typed, and makes the command another one."""
+    chooser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS
+    )
+    for key in modes:
+        chooser.add_argument(f"--{key}", nargs="*")
+    typed, _ = chooser.parse_known_args([underscored(word) for word in argv])
+    return next(iter(vars(typed)), None)
 
 
 def _refuse_two_names(words: list[str], table: Mapping[str, Option]) -> None:

@@ -141,6 +141,30 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
     return f"{otherwise} {', '.join(known)}"
 
 
+def nearest_option(key: str, known: Sequence[str], dashes: str = "") -> str | None:
+    """Return the known dotted keys nearest to an unknown one, each after `dashes`, in words; None
+    if none is near.
+    """
+    return " or ".join(f"{dashes}{name}" for name in _near(key, known)) or None
+
+
+def _near(key: str, known: Sequence[str]) -> list[str]:
+    # `lrr` means `optim.lr`: the part behind the dot is what people remember.
+    last = _last(key).lower()
+    if same := [name for name in known if _last(name) == last]:
+        return difflib.get_close_matches(key, same, n=1) if "." in key else same
+    # Comparing takes time by the square of the length.
+    names = [_last(name) for name in known]
+    near = difflib.get_close_matches(last[:100], names, n=1, cutoff=0.7)
+    if near:
+        return [name for name in known if _last(name) == near[0]]
+    return difflib.get_close_matches(key[:100], known, n=1, cutoff=0.7)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
 # Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
 EXTRAS = {name: name for name in ("deepspeed", "gguf", "ray", "tensorboard", "vllm", "wandb")}
 EXTRAS |= {"bitsandbytes": "bnb", "httpx": "serve"}

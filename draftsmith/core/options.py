@@ -23,7 +23,8 @@
 line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
 `--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
 result, `ByContent[...]` a file, directory or hub name that a run's identity holds by its content,
-so that a moved run resumes. The first sentence of an inherited or nested class is the heading of
+so that a moved run resumes, `Annotated[..., Of("engine", "openai")]` one that is read beside
+--engine openai alone. The first sentence of an inherited or nested class is the heading of
 its section.
 """
 
@@ -56,9 +57,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict
 
-from draftsmith.core.errors import InputError, without_secrets
+from draftsmith.core.errors import InputError, nearest_option, without_secrets
 from draftsmith.core.io import JsonObject, hash_json, sha256_file
-from draftsmith.core.option_names import nearest_option
 from draftsmith.core.settings import MIN_TEMPERATURE, device_called, device_map_called, dtype_called
 
 C = TypeVar("C")
@@ -96,6 +96,24 @@ _OF_ONE_MACHINE = ("out", "device", "endpoint", "head.features", "states", "stat
 NotIdentity = Annotated[T, "not identity"]
 ByContent = Annotated[T, "by content"]
 Rare = Annotated[T, "rare"]
+
+
+class Of:
+    """Marks an option that is read only if another one has one of these values; without values, if
+    it is given. An option that is null is open to all.
+    """
+
+    def __init__(self, option: str, *values: str) -> None:
+        self.option = option
+        self.values = values
+
+    def reads(self, given: object) -> bool:
+        if self.values:
+            return given in (None, *self.values)
+        return bool(given)
+
+    def __str__(self) -> str:
+        return f"--{self.option} {' or '.join(self.values)}".rstrip()
 
 
 def _temperature(value: float) -> float:
@@ -148,7 +166,14 @@ DeviceMap = Annotated[str, AfterValidator(device_map_called), Shown("auto|FILE.j
 )
 def options(cls: type[C]) -> type[C]:
     """Make a configuration class of a command or a group; see the module."""
-    settings = ConfigDict(extra="forbid", allow_inf_nan=False)
+    settings = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    validated: Callable[[object], None] = getattr(cls, "__post_init__", lambda self: None)
+
+    def check(self: object) -> None:
+        validated(self)
+        _refuse_unread(self)
+
+    cls.__post_init__ = check  # type: ignore[attr-defined]
     decorate = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=settings)
     decorated = typing.cast(type[C], decorate(cls))
     validating_init: Callable[..., None] = decorated.__init__
@@ -186,16 +211,16 @@ def configured(cls: type[C], config: C | None, given: JsonObject) -> C:
     return replace(config, **given) if given else config  # type: ignore[type-var]
 
 
-def refuse_unused(config: object, unused: Mapping[str, str], group: str = "") -> None:
-    """Raise InputError for an option that was set although nothing reads it.
-
-    unused: the reason by option. An option is set if it differs from its default. group: of the
-    options, with its dot.
-    """
-    for name, field in _fields(type(config)).items():
-        default = field.get_default(call_default_factory=True)
-        if name in unused and getattr(config, name) != default:
-            raise InputError(f"{group}{name}: is not read: {unused[name]}; leave it out")
+def _refuse_unread(config: object) -> None:
+    """Raise InputError for an option that was set although its `Of` says that nothing reads it."""
+    values = asdict(config)  # type: ignore[call-overload]
+    table = {option.key: option for option in options_of(type(config))}
+    for key, option in table.items():
+        mark = option.of
+        if mark is None or mark.option not in table or value_at(values, key) == option.default:
+            continue
+        if not mark.reads(value_at(values, mark.option)):
+            raise InputError(f"{key}: is for {mark}; leave it out")
 
 
 def _plain(value: object) -> object:
@@ -331,6 +356,7 @@ class Option:
     identity: bool
     by_content: bool
     shown: str = "TEXT"
+    of: Of | None = None
     # The group of another command's options that it is in.
     part: str = ""
 
@@ -386,7 +412,6 @@ def _walk(
     """
     fields = dict(_fields(cls))
     for owner in cls.__mro__:
-        helps = _field_docstrings(owner)
         section = "Options" if owner is cls and not prefix else _summary(cls if prefix else owner)
         for name in inspect.get_annotations(owner):
             field = fields.pop(name, None)
@@ -409,12 +434,13 @@ def _walk(
                     hint=group,
                     default=None if required else field.get_default(call_default_factory=True),
                     required=required,
-                    help=helps.get(name, ""),
+                    help=" ".join((_fields(owner)[name].description or "").split()),
                     section=section,
                     rare=is_rare,
                     identity=is_identity,
                     by_content=by_content,
                     shown=_shown([*field.metadata, group]),
+                    of=next((mark for mark in field.metadata if isinstance(mark, Of)), None),
                 )
 
 
@@ -425,7 +451,7 @@ def _part(cls: type, name: str, taken: Iterable[str]) -> Iterator[Option]:
     for option in options_of(cls):
         if not option.required and option.key not in taken:
             decides = option.identity or option.by_content
-            part = replace(option, default=None, identity=decides, by_content=False)
+            part = replace(option, default=None, identity=decides, by_content=False, of=None)
             yield replace(part, key=f"{name}.{option.key}", part=name)
 
 
@@ -451,18 +477,6 @@ def _members(hint: object) -> list[object]:
         return [hint]
     members = list(chain.from_iterable(map(_members, typing.get_args(hint))))
     return sorted(members, key=lambda member: member is NoneType)
-
-
-@functools.cache
-def _field_docstrings(cls: type) -> dict[str, str]:
-    from docstring_parser import parse_from_object
-
-    if not dataclasses.is_dataclass(cls):
-        return {}
-    return {
-        item.arg_name: " ".join((item.description or "").split())
-        for item in parse_from_object(cls).params
-    }
 
 
 def _summary(cls: type) -> str:
