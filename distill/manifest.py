@@ -26,8 +26,8 @@ from draftsmith.core.io import (
     writing,
 )
 from draftsmith.core.ranks import is_main, on_main, wait_for_everyone
-from draftsmith.core.reasons import Reasons
 from draftsmith.core.records import provenance, read_run
+from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.runs import Run
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
 from draftsmith.distill.parts import (

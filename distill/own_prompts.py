@@ -20,7 +20,7 @@ from draftsmith.core.errors import InputError, RunError, at
 from draftsmith.core.io import JsonObject, canonical_json, sha256_file, write_sealed
 from draftsmith.core.prompts import Skipped
 from draftsmith.core.ranks import from_main, on_main, wait_for_everyone
-from draftsmith.core.reasons import Reasons
+from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.runs import Run
 from draftsmith.core.tokenization import Tokenizer, decode_text, text_with_specials
 from draftsmith.distill.config import DistillConfig, magpie

@@ -26,8 +26,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.core import __version__
-from draftsmith.core.guest import environment
-from draftsmith.core.host import brief_waiting, remark_spinning
+from draftsmith.core.environment import brief_waiting, environment, remark_spinning
 
 if TYPE_CHECKING:
     from draftsmith import decoding as decoding
@@ -61,10 +60,10 @@ if TYPE_CHECKING:
     from draftsmith.eval.evaluate import evaluate as evaluate
     from draftsmith.eval.planning.plan import plan as plan
     from draftsmith.eval.results import Results as Results
+    from draftsmith.init_run import init as init
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair, load_pair as load_pair
     from draftsmith.serving.acceptance import served as served
-    from draftsmith.starting import init as init
     from draftsmith.train.config import (
         HeadOptions as HeadOptions,
         Optim as Optim,
@@ -102,7 +101,7 @@ _PUBLIC = {
     "doctor": "drafts.doctor:examine",
     "evaluate": "eval.evaluate:evaluate",
     "export": "drafts.layouts.export:export",
-    "init": "starting:init",
+    "init": "init_run:init",
     "load_pair": "pair:load_pair",
     "losses": "train.losses:LOSSES",
     "plan": "eval.planning.plan:plan",

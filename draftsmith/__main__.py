@@ -28,6 +28,7 @@ import warnings  # noqa: E402
 from draftsmith import __version__  # noqa: E402
 from draftsmith.cli.commands import COMMANDS, instead_of, print_completion, run  # noqa: E402
 from draftsmith.cli.examples import ROAD  # noqa: E402
+from draftsmith.core.environment import brief_waiting, keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith.core.errors import (  # noqa: E402
     InputError,
     LauncherError,
@@ -37,7 +38,6 @@ from draftsmith.core.errors import (  # noqa: E402
     printable,
     ran_out,
 )
-from draftsmith.core.host import brief_waiting, keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith.core.ranks import (  # noqa: E402
     failed,
     have_met,

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from draftsmith.__main__ import ended, main
 from draftsmith.core import launcher, progress, ranks, records, runs
+from draftsmith.core.environment import limit_threads
 from draftsmith.core.errors import InputError, LauncherError
-from draftsmith.core.host import limit_threads
 from draftsmith.core.launcher import launcher_request
 from draftsmith.core.options import for_all
 from draftsmith.core.ranks import divided, on_main
@@ -349,7 +349,7 @@ def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expec
 def test_freed_memory_serves_the_next_tensors():
     program = (
         "import resource, torch\n"
-        "from draftsmith.core.host import keep_freed_memory\n"
+        "from draftsmith.core.environment import keep_freed_memory\n"
         "keep_freed_memory()\n"
         "def faults():\n"
         "    torch.ones(1 << 24)\n"  # 64 MiB

@@ -18,7 +18,7 @@ import transformers
 
 import draftsmith as ds
 from draftsmith.core.devices import attention_of_any_length, generators_kept
-from draftsmith.core.guest import environment, shared
+from draftsmith.core.environment import environment, shared
 from draftsmith.core.hub import quiet
 from draftsmith.core.signals import Terminated, limited, terminable
 from tests.global_state import changed, global_state

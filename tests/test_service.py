@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftsmith.core.guest import environment
+from draftsmith.core.environment import environment
 from tests.conftest import ROOT
 
 REQUESTS = 500

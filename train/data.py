@@ -27,7 +27,7 @@ from draftsmith.core.io import hash_json, read_json, read_manifest
 from draftsmith.core.prompt_rows import iterate_records, parse_record
 from draftsmith.core.prompts import ANSWER_KEYS, answers, content_id, prompt_hash, with_eos
 from draftsmith.core.ranks import say
-from draftsmith.core.reasons import Reasons
+from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.teacher_rows import COLUMN
 from draftsmith.core.tokenization import Tokenizer, check_vocabulary, encode_text
 from draftsmith.drafts.draft_vocabulary import token_counts

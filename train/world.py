@@ -12,8 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 
 from draftsmith.core.devices import resolve_device
+from draftsmith.core.environment import environment
 from draftsmith.core.errors import InputError, RunError, one_line, require_package
-from draftsmith.core.guest import environment
 from draftsmith.core.launcher import (
     agree_on,
     check_process_count,

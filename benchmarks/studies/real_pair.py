@@ -50,7 +50,7 @@ from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.results import Results
-from draftsmith.starting import init
+from draftsmith.init_run import init
 from draftsmith.train.config import DraftKind, Optim, TrainConfig
 from draftsmith.train.training_run import train
 

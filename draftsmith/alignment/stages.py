@@ -36,7 +36,7 @@ from draftsmith.drafts.cards import add_results
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
-from draftsmith.starting import in_words, init
+from draftsmith.init_run import in_words, init
 from draftsmith.train.training_run import train
 
 # What is said of each stage before the work.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def _init(config: "InitConfig", command: str) -> CommandResult:
-    from draftsmith.starting import in_words, init
+    from draftsmith.init_run import in_words, init
 
     summary = init(config)
     return CommandResult(summary, [*in_words(summary), f"draft:  {summary['out']}"])

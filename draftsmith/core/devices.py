@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
+from draftsmith.core.environment import shared
 from draftsmith.core.errors import InputError, first_line
-from draftsmith.core.guest import shared
 from draftsmith.core.settings import device_called
 
 

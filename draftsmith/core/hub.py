@@ -16,8 +16,8 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import logging as hub_logging
 from huggingface_hub.utils.tqdm import progress_bar_states
 
+from draftsmith.core.environment import environment, shared
 from draftsmith.core.errors import InputError, RunError, first_line, one_line
-from draftsmith.core.guest import environment, shared
 from draftsmith.core.ranks import from_main
 from draftsmith.core.sources import hub_is_reachable, is_hub_name
 

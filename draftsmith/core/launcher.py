@@ -10,8 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+from draftsmith.core.environment import shared
 from draftsmith.core.errors import LauncherError, RunError, first_line
-from draftsmith.core.guest import shared
 from draftsmith.core.options import for_all
 from draftsmith.core.ranks import (
     FAILED,

@@ -27,8 +27,8 @@ from draftsmith.core.errors import (
     without_secrets,
 )
 from draftsmith.core.io import JsonObject
-from draftsmith.core.reasons import Reasons
 from draftsmith.core.row_formats import ARGUMENTS, KEYS, as_known
+from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.sources import UNREACHABLE, hub_lacks
 from draftsmith.core.suites import expand, load_suite, suite_name
 

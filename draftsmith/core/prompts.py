@@ -33,8 +33,8 @@ from draftsmith.core.prompt_rows import (
     text_of,
 )
 from draftsmith.core.ranks import say
-from draftsmith.core.reasons import Reasons
 from draftsmith.core.row_formats import KEYS, given_keys
+from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith.core.tokenization import Tokenizer, decode_text, encode_text
 

@@ -1,4 +1,4 @@
-"""Make a draft to start from, measure it, write it."""
+"""`init`: make a draft to start from, measure it, write it."""
 
 import copy
 import dataclasses
