@@ -20,11 +20,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.penalties import Seen, penalised
-from draftsmith.core.sampling import Sampling, probs, uniforms
-from draftsmith.decode.choosing import draw, largest
-from draftsmith.decode.guest_checks import check_proposal, check_verdict
-from draftsmith.decode.kernel_forward import Forwarded
+from draftsmith.core.penalties import Seen
+from draftsmith.core.sampling import Sampling, uniforms
+from draftsmith.decode.guest_checks import check_proposal
 from draftsmith.decode.propose.protocol import (
     Outcome,
     Proposal,
@@ -35,11 +33,11 @@ from draftsmith.decode.propose.protocol import (
 from draftsmith.decode.recorded.proposal import in_bucket
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.stats import DecodeStats
+from draftsmith.decode.step import Judged, Question, Ruled, by_own_tokens, by_rule, on_host, score
 from draftsmith.decode.tree import Drawing, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.verify import VERIFIERS, Verifier
-from draftsmith.decode.verify.copies import along_copies, beside
-from draftsmith.decode.verify.exact import follow
+from draftsmith.decode.verify.copies import beside
 from draftsmith.decode.verify.tree_walk import Walk
 
 _ALL_FINITE = 3  # `_finite` of a row whose target and draft have finite logits
@@ -114,6 +112,46 @@ class _Row:
     def generation(self) -> Generation:
         return Generation(self.ids, self.finish_reason, self.from_draft, self.stats)
 
+    def read(self, walk: Walk, options: "Options") -> None:
+        """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
+        room = options.max_new_tokens - len(self.ids)
+        accepted = len(walk.path)
+        tokens = walk.emitted[:room]
+        for index, token in enumerate(tokens):
+            if token in options.eos_ids:
+                tokens = tokens[: index + 1]
+                self.finish_reason = "stop"
+                break
+        if options.stop is not None:
+            count = options.stop(self.ids + tokens, len(tokens))
+            if count is not None:
+                tokens = tokens[:count]
+                self.finish_reason = "stop"
+        self.ids += tokens
+        if not self.finish_reason and len(tokens) == room:
+            self.finish_reason = "length"
+        drafted = min(accepted, len(tokens))
+        from_draft = [index < drafted for index in range(len(tokens))]
+        self.from_draft += from_draft
+        # The depth after the last accepted one was reached only if the target's token in its place
+        # was not cut off.
+        whole = len(tokens) == accepted + 1
+        reached = drafted + int(walk.is_open and whole)
+        self.stats += DecodeStats(
+            target_calls=1,
+            emitted=len(tokens),
+            proposed=walk.drafted,
+            accepted=drafted,
+            depth_sum=walk.offered,
+            accepted_by_depth=(1,) * drafted,
+            reached_by_depth=(1,) * reached,
+            copied_calls=int(walk.copied),
+            copied_accepted=drafted * walk.copied,
+        )
+        self.last = tokens[-1]
+        if options.on_tokens is not None:
+            options.on_tokens(self.index, tokens, from_draft)
+
 
 class _NoDraft:
     """The session of autoregressive decoding: an empty tree at every step."""
@@ -152,20 +190,6 @@ class Parts(Protocol):
     drawing: Drawing
     verifier: Verifier
     compile: bool | str
-
-
-@dataclass(frozen=True, eq=False)
-class _Judged:
-    """The outcome of one step on the host.
-
-    finite_B: see `_finite`. states: the target's at the root and on the accepted path, `[B, D + 1,
-    H]` per layer. distributions: returns the target's, `[B, M, V]`.
-    """
-
-    finite_B: list[int]
-    walks: list[Walk]
-    states: Sequence[Tensor]
-    distributions: Callable[[], Tensor]
 
 
 class BatchRun:
@@ -208,6 +232,7 @@ class BatchRun:
         self.seen = Seen.of(prompts, self.vocabulary, options.sampling, runner.device)
         self.session = self._start(prompts, drawing)
         self._first = True  # the step whose shapes are checked
+        self._is_known = VERIFIERS.get(parts.verifier.name) is parts.verifier
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
         parts, options = self.parts, self.options
@@ -267,98 +292,38 @@ class BatchRun:
         self.runner.open()
         judged = self._judge(proposal, verify_u_BU)
         self._first = False
-        return self._record(judged)
+        return self._emit(judged)
 
-    def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
-        """Score and verify a proposal; by less than the functions of tensors where that does."""
+    def _follows(self, u_BU: Tensor | None) -> bool:
+        """Whether the rule comes to the target's own tokens, and they are judged on the host."""
+        if u_BU is not None:
+            return self.parts.proposer is None and not self.parts.compile
+        on_cpu = self.runner.device.type == "cpu"
+        return self._is_known and on_cpu and not self.parts.compile
+
+    def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> Judged:
+        """Score a proposal and judge it; see `decode.step`."""
         parts = self.parts
-        if not parts.compile:
-            if u_BU is not None and parts.proposer is None:
-                return self._draw_undrafted(proposal, u_BU)
-            known = VERIFIERS.get(parts.verifier.name) is parts.verifier
-            if u_BU is None and known and self.runner.device.type == "cpu":
-                return self._follow_on_host(proposal)
-        return self._verify_tensors(proposal, u_BU)
-
-    def _verify_tensors(self, proposal: Proposal, u_BU: Tensor | None) -> _Judged:
-        """Score and verify in one function of tensors, which can be recorded."""
-        nodes = proposal.tokens_BM.shape[1]
-        if self.parts.compile:
+        sampling = self.options.sampling
+        nodes = proposal.nodes
+        if parts.compile:
             proposal = in_bucket(proposal, len(self.batch))
+        forward = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
+        question = Question(proposal, self._last_B1(), forward.inputs, self.seen)
+        least, most_copied, checks = self._least, self.num_copied, self._first
+        if self._follows(u_BU):
+            scored = score(forward, question, sampling, least)
+            return by_own_tokens(proposal, scored, sampling, u_BU)
         verifier = self._rule_for(proposal)
-        checks = self._first
-        sampling = self.options.sampling
-        bound = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
-        least, most_copied = self._least, self.num_copied
 
-        def step(
-            last_B1: Tensor,
-            proposal: Proposal,
-            inputs: tuple[Tensor, ...],
-            u_BU: Tensor | None,
-            seen: Seen | None,
-        ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-            logits_BMV, hidden = bound.run(_target_inputs(last_B1, proposal, least), inputs)
-            forwarded = _penalised(logits_BMV, sampling, proposal, seen), hidden
-            return _verify(
-                verifier, sampling, proposal, forwarded, u_BU, most_copied, checks=checks
-            )
+        def judge(question: Question, u_BU: Tensor | None) -> Ruled:
+            scored = score(forward, question, sampling, least)
+            proposal = question.proposal
+            return by_rule(verifier, proposal, scored, sampling, u_BU, most_copied, checks=checks)
 
-        name = ("verify", bound.name, sampling, verifier.name)
-        facts, p_BMV, states = self.runner.call(
-            name, step, self._last_B1(), proposal, bound.inputs, u_BU, self.seen
-        )
-        finite_B: list[int] = []
-        walks: list[Walk] = []
-        own_BC: list[list[int]] = []
-        depth = proposal.tree.depth
-        # One transfer, so that a step waits only once.
-        for finite, accepted, is_open, drafted, offered, *rest in facts.tolist():
-            finite_B.append(finite)
-            emitted = rest[depth : depth + accepted + 1]
-            walks.append(Walk(rest[:accepted], emitted, bool(is_open), drafted, offered))
-            own_BC.append(rest[2 * depth + 1 :])
-        if proposal.num_copied:
-            walks = along_copies(proposal, walks, own_BC)
-            places = []
-            for walk in walks:
-                start = 1 + depth * walk.copied
-                places.append(list(range(start, start + len(walk.path))))
-            states = _on_path(states, _indices(places, self.runner.device))
-        return _Judged(finite_B, walks, states, lambda: p_BMV[:, :nodes])
-
-    def _follow_on_host(self, proposal: Proposal) -> _Judged:
-        """At temperature 0 on a CPU, where all of `VERIFIERS` follow the target's own tokens. Lists
-        are faster than many small tensors.
-        """
-        logits_BMV, hidden = self._scored(proposal)
-        best = largest(logits_BMV, 1)
-        nodes = proposal.tokens_BM.shape[1]
-        best_BM = best.indices[..., 0].tolist()
-        walks = along_copies(proposal, follow(proposal, best_BM), [row[nodes:] for row in best_BM])
-        largest_BM = best.values[..., 0]
-        finite_B = _finite(largest_BM, proposal.finite)
-        if hidden:
-            paths = [walk.path for walk in walks]
-            hidden = _on_path(hidden, _indices(paths, self.runner.device))
-        sampling = self.options.sampling
-        return _Judged(finite_B.tolist(), walks, hidden, lambda: probs(logits_BMV, sampling))
-
-    def _draw_undrafted(self, proposal: Proposal, u_BU: Tensor) -> _Judged:
-        """Draw a token from the target at every root, where nothing is ever drafted."""
-        logits_B1V, _ = self._scored(proposal)
-        p_B1V = probs(logits_B1V, self.options.sampling)
-        u_B = u_BU[:, 0].to(p_B1V.device)
-        tokens_B = draw(p_B1V[:, 0], u_B)
-        walks = [Walk([], [token], False, 0, 0) for token in tokens_B.tolist()]
-        finite_B = _finite(logits_B1V.amax(2), None)
-        return _Judged(finite_B.tolist(), walks, (), lambda: p_B1V)
-
-    def _scored(self, proposal: Proposal) -> Forwarded:
-        tokens_BM = _target_inputs(self._last_B1(), proposal, self._least)
-        block = self._block(proposal)
-        logits_BMV, hidden = self.runner.forward(tokens_BM, block, hidden_layers=self.hidden_layers)
-        return _penalised(logits_BMV, self.options.sampling, proposal, self.seen), hidden
+        name = ("verify", forward.name, sampling, verifier.name)
+        ruled = self.runner.call(name, judge, question, u_BU)
+        return on_host(proposal, ruled, nodes)
 
     def _last_B1(self) -> Tensor:
         return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)
@@ -380,20 +345,12 @@ class BatchRun:
         takes = proposal.tree.depth or proposal.drawing in verifier.drawings
         return verifier if takes else VERIFIERS["exact"]
 
-    def _record(self, judged: _Judged) -> list[_Row]:
+    def _emit(self, judged: Judged) -> list[_Row]:
+        """Give each row its tokens, and let runner and session go on behind them."""
         for index, row in enumerate(self.batch):
-            finite = judged.finite_B[index]
-            if finite != _ALL_FINITE:
-                target, proposer = self.parts.target, self.parts.proposer
-                name = f"target {target.name_or_path or type(target).__name__}"
-                if finite & 1 and proposer is not None:
-                    name = proposer.name
-                where = f"after {len(row.ids)} new tokens of prompt {row.index}"
-                raise InputError(
-                    f"the {name} gave logits that are not finite {where}; its weights are "
-                    "damaged or need float32"
-                )
-            self._emit(row, judged.walks[index])
+            if judged.finite_B[index] != _ALL_FINITE:
+                self._refuse(row, of_draft=bool(judged.finite_B[index] & 1))
+            row.read(judged.walks[index], self.options)
         indices = [index for index, row in enumerate(self.batch) if row.finish_reason]
         ended = [self.batch[index] for index in indices]
         if len(ended) == len(self.batch):
@@ -415,127 +372,15 @@ class BatchRun:
             self.session.select_rows(left)
         return ended
 
-    def _emit(self, row: _Row, walk: Walk) -> None:
-        """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
-        options = self.options
-        room = options.max_new_tokens - len(row.ids)
-        accepted = len(walk.path)
-        tokens = walk.emitted[:room]
-        for index, token in enumerate(tokens):
-            if token in options.eos_ids:
-                tokens = tokens[: index + 1]
-                row.finish_reason = "stop"
-                break
-        if options.stop is not None:
-            count = options.stop(row.ids + tokens, len(tokens))
-            if count is not None:
-                tokens = tokens[:count]
-                row.finish_reason = "stop"
-        row.ids += tokens
-        if not row.finish_reason and len(tokens) == room:
-            row.finish_reason = "length"
-        drafted = min(accepted, len(tokens))
-        from_draft = [index < drafted for index in range(len(tokens))]
-        row.from_draft += from_draft
-        # The depth after the last accepted one was reached only if the target's token in its place
-        # was not cut off.
-        whole = len(tokens) == accepted + 1
-        reached = drafted + int(walk.is_open and whole)
-        row.stats += DecodeStats(
-            target_calls=1,
-            emitted=len(tokens),
-            proposed=walk.drafted,
-            accepted=drafted,
-            depth_sum=walk.offered,
-            accepted_by_depth=(1,) * drafted,
-            reached_by_depth=(1,) * reached,
-            copied_calls=int(walk.copied),
-            copied_accepted=drafted * walk.copied,
+    def _refuse(self, row: _Row, *, of_draft: bool) -> None:
+        target, proposer = self.parts.target, self.parts.proposer
+        name = f"target {target.name_or_path or type(target).__name__}"
+        if of_draft and proposer is not None:
+            name = proposer.name
+        raise InputError(
+            f"the {name} gave logits that are not finite after {len(row.ids)} new tokens of prompt "
+            f"{row.index}; its weights are damaged or need float32"
         )
-        row.last = tokens[-1]
-        if options.on_tokens is not None:
-            options.on_tokens(row.index, tokens, from_draft)
-
-
-def _target_inputs(last_B1: Tensor, proposal: Proposal, least: int) -> Tensor:
-    drafted_BN = proposal.whole_BM[:, 1:].clamp(min=least)
-    return torch.cat([last_B1, drafted_BN], dim=1)
-
-
-def _penalised(
-    logits_BMV: Tensor, sampling: Sampling, proposal: Proposal, seen: Seen | None
-) -> Tensor:
-    """Return the logits at each node, given the text and the path to it."""
-    if seen is None:
-        return logits_BMV
-    tree = beside(proposal.tree, proposal.num_copied)
-    at = seen.in_tree(proposal.whole_BM, tree.sees_RMM)
-    return penalised(logits_BMV, sampling, at)
-
-
-def _verify(
-    verifier: Verifier,
-    sampling: Sampling,
-    proposal: Proposal,
-    forwarded: Forwarded,
-    u_BU: Tensor | None,
-    most_copied: int,
-    *,
-    checks: bool,
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """Verify a scored proposal. Return the facts that the host needs, integers `[B, ...]`; the
-    target's distributions `[B, M, V]`; and its states at the root, on the accepted path and at
-    copied nodes, `[B, 1 + D + C, H]` per layer. most_copied: uniforms for copies, the last ones.
-    """
-    logits_BMV, hidden = forwarded
-    p_BMV = probs(logits_BMV, sampling)
-    nodes = proposal.tokens_BM.shape[1]
-    u_BC = None
-    if u_BU is not None and most_copied:
-        u_BU, u_BC = u_BU.tensor_split([u_BU.shape[1] - most_copied], dim=1)
-    verdict = verifier.run(proposal, p_BMV[:, :nodes], u_BU)
-    if checks:
-        check_verdict(verifier.name, verdict, proposal)
-    exists_BM = proposal.tokens_BM >= 0
-    depths_RM = pad(proposal.tree.depths_RN, (1, 0))
-    finite_B = _finite(logits_BMV.amax(2), proposal.finite)
-    drafted_B = exists_BM.sum(1)
-    offered_B = (exists_BM * depths_RM).amax(1)
-    counts = [finite_B, verdict.accepted_B, verdict.open_B, drafted_B, offered_B]
-    counts_B5 = torch.stack(counts, dim=1)
-    facts = [counts_B5, verdict.nodes_BD, verdict.tokens_BD1]
-    nodes_BD = verdict.nodes_BD
-    if proposal.num_copied:
-        p_BCV = p_BMV[:, nodes:]
-        if u_BC is None:
-            facts.append(largest(p_BCV, 1).indices[..., 0])
-        else:
-            facts.append(draw(p_BCV, u_BC[:, : proposal.num_copied]))
-        copies_C = torch.arange(nodes, p_BMV.shape[1], device=p_BMV.device)
-        nodes_BD = torch.cat([nodes_BD, copies_C.expand(len(p_BMV), -1)], dim=1)
-    return torch.cat(facts, dim=1), p_BMV, _on_path(hidden, nodes_BD)
-
-
-def _on_path(hidden: Sequence[Tensor], nodes_BD: Tensor) -> tuple[Tensor, ...]:
-    """Return states at the root and at these nodes."""
-    path_BD1 = pad(nodes_BD, (1, 0)).unsqueeze(2)
-    return tuple(layer.gather(1, path_BD1.expand(-1, -1, layer.shape[2])) for layer in hidden)
-
-
-def _indices(paths: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return the nodes of each row's path, with zeros behind shorter ones."""
-    depth = max(map(len, paths))
-    padded = [[*path, *[0] * (depth - len(path))] for path in paths]
-    return torch.tensor(padded, dtype=torch.long, device=device)
-
-
-def _finite(largest_BM: Tensor, draft: Tensor | None) -> Tensor:
-    """`[B]`: 1 if the target's logits are finite, plus 2 if the draft's are. The largest logit of
-    a node shows any NaN or plus infinity; minus infinity marks an impossible token.
-    """
-    largest_B = largest_BM.amax(1)
-    target_B = largest_B.isfinite().long()
-    return target_B + 2 if draft is None else target_B + 2 * draft
 
 
 def _block_of(tree: TreeBatch, copied: int, *, static: bool) -> Block:

@@ -494,7 +494,7 @@ def test_a_broken_rule_is_rejected(monkeypatch):
     with monkeypatch.context() as patch:
         # The target's distribution without its temperature.
         patch.setattr(
-            "draftsmith.decode.batch_run.probs",
+            "draftsmith.decode.step.probs",
             lambda logits, sampling: probs(1.5 * logits, sampling),
         )
         assert statistic(made, SAMPLED, 8_000) > 1.5

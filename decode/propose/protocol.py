@@ -41,6 +41,11 @@ class Proposal:
     copies_BC: Tensor | None = None
 
     @property
+    def nodes(self) -> int:
+        """The nodes of its trees, with the root."""
+        return self.tokens_BM.shape[1]
+
+    @property
     def num_copied(self) -> int:
         """The tokens of the longest copy."""
         return 0 if self.copies_BC is None else self.copies_BC.shape[1]
