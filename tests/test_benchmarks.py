@@ -13,11 +13,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.gpu.device_check import run_here
-from benchmarks.speed import sections, sixteen_bits, train as bench_train
+from benchmarks.speed import sections
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
-from draftsmith.decode.native import kernel
 from draftsmith.demo.widen import widen
 from draftsmith.drafts.heads.eagle import EagleHead
 
@@ -130,28 +128,6 @@ def test_sections_hold_what_the_readme_says(monkeypatch):
     json.dumps([forwards, methods])
 
 
-@pytest.mark.skipif(
-    kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
-)
-def test_sixteen_bits_are_half_the_bytes_and_the_same_outputs(monkeypatch):
-    monkeypatch.setattr("draftsmith.decode.packed_weights._SMALLEST", 0)
-    monkeypatch.setattr(sixteen_bits, "REPEATS", 2)
-    monkeypatch.setattr("benchmarks.lib.timing._READ_BYTES", 1 << 20)
-    bench = tiny_bench()
-    for pair in (bench.pair, bench.apart):
-        for model in (pair.target, pair.draft):
-            model.to(torch.bfloat16).to(torch.float32)  # type: ignore[arg-type]
-    memory = {
-        "sixteen": {"before": 100.0, "decoding": 150.0},
-        "fp32": {"before": 100.0, "decoding": 200.0},
-    }
-    monkeypatch.setattr(sixteen_bits, "_resident", lambda target, kept: memory[kept])
-    found = sixteen_bits.sixteen_bits(bench, ["ar", "chain:2"], rounds=2)
-    assert found["sixteen_MB_per_token"] <= 0.55 * found["fp32_MB_per_token"]
-    assert all(found["methods"][name]["outputs_equal"] for name in ("ar", "chain:2"))
-    assert found["resident_over_fp32"] == {"process": 0.75, "model": 0.5}
-
-
 @pytest.mark.slow(50)
 def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     """The sections in one process, but for the first. A directory of modules that cannot be
@@ -190,46 +166,3 @@ def test_the_device_check_runs_whole_on_tiny_models(tmp_path):
     equal = [figures["outputs_equal_to_ar"] for figures in rows if "outputs_equal_to_ar" in figures]
     assert equal and set(equal) == {1.0}
     assert len([name for name in found["training"] if name.startswith("LM draft")]) == 3
-
-
-@pytest.mark.slow(20)
-def test_the_ledger_and_the_larger_sections_run_on_tiny_models(tmp_path):
-    found = {}
-    for name in ("ledger", "heads", "answers"):
-        run_here(name, torch.device("cpu"), True, tmp_path / name)
-        found[name] = json.loads((tmp_path / name).read_text())
-        assert not {"cut", "error"} & found[name].keys()
-    steps = [
-        row["ms"] for row in found["ledger"].values() if isinstance(row, dict) and "limit_ms" in row
-    ]
-    assert len(steps) == 6
-    for parts in steps:
-        on_device = parts["products"] + parts["other_kernels"] + parts["gaps"]
-        assert on_device + parts["host"] == pytest.approx(parts["step"])
-        assert parts["products"] > 0 and parts["kernels"] > 0
-    assert {"raw forward, compiled", "engine, 1 rows, T=1"} <= found["ledger"].keys()
-    assert len(found["heads"]) == len(found["answers"]) == 2
-
-
-@pytest.mark.parametrize(("objective", "others"), [("ce", ["trainer"]), ("jsd", [])])
-def test_the_methods_of_the_training_benchmark_make_the_same_step(objective, others):
-    """TRL's trainer too, where it is installed."""
-    shape: dict[str, Any] = {
-        "vocabulary": 80,
-        "sequence": 12,
-        "batch": 3,
-        "target_layers": 1,
-        "target_hidden": 64,
-    }
-    options = bench_train.Options(
-        out="", objective=objective, peers=True, device="cpu", repeats=1, **shape
-    )
-    reasons = bench_train.peers_of(options)
-    if objective == "jsd" and not reasons["trl"]:
-        others = ["trl"]
-    assert [peer for peer, reason in reasons.items() if not reason] == others
-    steps = bench_train.make_steps(options, ["plain", "chunked", *others])
-    losses = [[step.make() for step in steps.values()] for _ in range(2)]
-    assert losses[1] < losses[0]
-    for name, step in steps.items():
-        assert bench_train.apart(step.draft, steps["chunked"].draft) < 1e-6, name

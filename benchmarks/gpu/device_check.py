@@ -5,8 +5,7 @@
     python benchmarks/gpu/device_check.py --tiny --device cpu   # the same code on tiny models
 
 Sections: `tests` (those marked gpu), `greedy` (fp32 outputs beside `generate`), `decoding`,
-`training` and `distillation` at the shape of Llama-3.1-8B. By name only: `ledger`, `heads` and
-`answers`, in five minutes more. docs/gpu.md says what each measures.
+`training` and `distillation` at the shape of Llama-3.1-8B. docs/gpu.md says what each measures.
 Each runs in a process of its own with its own time limit: one that fails or is cut leaves its error
 beside the figures that it had, and the next one runs. The exit code is 1 if any failed. Needs torch
 and transformers alone; nothing is downloaded.
@@ -45,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     """The options; argparse, because pydantic may be missing here."""
     title = (__doc__ or "").splitlines()[0]
     made = argparse.ArgumentParser(description=title)
-    made.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS)[:5])
+    made.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
     made.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu")
     made.add_argument(
         "--tiny", action="store_true", help="tiny models: tries the code, measures nothing"

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.gpu.device_greedy import GREEDY, greedy
-from benchmarks.gpu.device_ledger import ledger
 from benchmarks.gpu.device_measure import Check
 from benchmarks.gpu.device_models import enlarged, random_model, shapes
 from benchmarks.lib.places import DRAFT, ROOT, TARGET
@@ -30,7 +29,7 @@ from draftsmith.core.tokenization import encode_text, load_tokenizer
 from draftsmith.decode import SpeculativeDecoder
 from draftsmith.demo import corpus
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
-from draftsmith.train.batch import IGNORE, Batch
+from draftsmith.train.batch import Batch
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees.head import Eagle3Trainee
 from draftsmith.train.trainees.lm import LMTrainee
@@ -198,45 +197,16 @@ def training(check: Check) -> None:
     _eagle3(check, target, batch, "EAGLE-3")
 
 
-def heads(check: Check) -> None:
-    """(g) One step of an EAGLE-3 head behind that target, on packed rows of documents of 512
-    tokens.
-    """
-    target = random_model(shapes(check)[0], check.device, check.dtype)
-    lengths = (32, 64) if check.tiny else (2048, 8192)
-    # Compiled last: tracing takes long.
-    ways = (False, True) if check.device.type == "cuda" else (False,)
-    for compiled, length in product(ways, lengths):
-        if check.late():
-            check.report("cut", f"out of time before rows of {length}")
-            return
-        name = f"rows of {length}, EAGLE-3{', compiled' if compiled else ''}"
-        _eagle3(check, target, _packed(check, target, length), name, compiled=compiled)
-
-
-def _packed(check: Check, target: LlamaForCausalLM, length: int) -> Batch:
-    document = 16 if check.tiny else 512
-    at_1T = torch.arange(length, device=check.device).unsqueeze(0)
-    ids_1T = torch.randint_like(at_1T, target.config.vocab_size)
-    positions_1T = at_1T % document
-    labels_1T = ids_1T.roll(-1, 1).masked_fill(positions_1T == document - 1, IGNORE)
-    return Batch(ids_1T, labels_1T, positions_1T, at_1T // document)
-
-
-def _eagle3(
-    check: Check, target: LlamaForCausalLM, batch: Batch, name: str, *, compiled: bool = False
-) -> None:
+def _eagle3(check: Check, target: LlamaForCausalLM, batch: Batch, name: str) -> None:
     vocabulary = list(range(0, target.config.vocab_size, 4))
     head = torch.nn.Module.to(Eagle3Head.fresh(target, draft_vocab=vocabulary), check.device)
     head.float().train()
-    if compiled:
-        head.midlayer.compile(dynamic=True)
     depths = 2 if check.tiny else 7
     trainee = Eagle3Trainee(
         head,
         parse_objective("fkl"),
         target,
-        packing=batch.documents_BT is not None,
+        packing=False,
         test_steps=depths,
     ).train()
     size = sum(parameter.numel() for parameter in _trained(head))
@@ -334,31 +304,6 @@ def _peak(check: Check) -> float | None:
     return next((figure for part, figure in PEAK_FLOPS.items() if part in device), None)
 
 
-def answers(check: Check) -> None:
-    """(h) Answers of a target of that shape at temperature 1 and larger batches, recorded."""
-    target = random_model(shapes(check)[0], check.device, check.dtype)
-    peak = _peak(check)
-    length, new = (16, 8) if check.tiny else (64, 128)
-    decoder = SpeculativeDecoder(target, compile=check.backend)
-    for rows in (2, 4) if check.tiny else (64, 256, 512):
-        if check.late():
-            check.report("cut", f"out of time before {rows} rows")
-            return
-        generate = partial(
-            decoder.generate,
-            passages(check, rows, length),
-            Sampling(temperature=1.0),
-            new,
-            eos_ids=(),
-        )
-        with check.memory() as memory:
-            generate()
-            batch = generate()
-        rate = rows * new / (batch.prefill_s + batch.decode_s)
-        share = None if peak is None else 2 * target.num_parameters() * rate / peak
-        check.report(f"{rows} rows", {"tokens_per_s": rate, "of_compute": share, **memory})
-
-
 def distillation(check: Check) -> None:
     """(e) Answers of a target of that shape at temperature 1 and batch 64: ours, compiled,
     transformers, vLLM.
@@ -403,8 +348,8 @@ def distillation(check: Check) -> None:
     check.report("vllm", {"tokens_per_s": rows * new / seconds})
 
 
-# Name -> the function and its time limit in seconds; with starting their processes, the first five
-# take together at most 9 minutes, the last three 5.
+# Name -> the function and its time limit in seconds; with starting their processes, they take
+# together at most 9 minutes.
 Section = Callable[[Check], None]
 SECTIONS: dict[str, tuple[Section, int]] = {
     "tests": (gpu_tests, 60),
@@ -412,7 +357,4 @@ SECTIONS: dict[str, tuple[Section, int]] = {
     "decoding": (decoding, 190),
     "training": (training, 100),
     "distillation": (distillation, 80),
-    "ledger": (ledger, 110),
-    "heads": (heads, 90),
-    "answers": (answers, 80),
 }

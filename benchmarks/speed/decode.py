@@ -34,7 +34,6 @@ from benchmarks.lib.places import DRAFT, TARGET
 from benchmarks.speed import peers, sections
 from benchmarks.speed.methods import Pair, endless
 from benchmarks.speed.sections import Bench
-from benchmarks.speed.sixteen_bits import four_bits, sixteen_bits
 from draftsmith.core.command_line import parse
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError
@@ -58,12 +57,11 @@ TARGET_SHAPE = {"hidden_size": 768, "intermediate_size": 2432, "num_hidden_layer
 DRAFT_SHAPE = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 4}
 PASSAGE_CHARACTERS = 400
 # What is measured by default.
-BY_DEFAULT = ["forwards", "methods", "sixteen_bits", "four_bits"]
+BY_DEFAULT = ["forwards", "methods"]
 METHODS = (
     "hf ar hf-assisted hf-constant:4 chain:2 chain:4 chain:6 chain:8,stop=0.4 kary:4,2,2 "
     "kary:2,2,1 eagle2:depth=4,beam=4,nodes=16 prompt_lookup@chain:6"
 ).split()
-SIXTEEN_BIT_METHODS = ["ar", "chain:4", "chain:8,stop=0.1", "eagle2:depth=4,beam=4,nodes=16"]
 
 
 @options
@@ -78,7 +76,7 @@ class Options:
     head: str | None = None
     """An EAGLE-3 head of `target`, for the methods head@TREE and for peers."""
     sections: list[str] = field(default_factory=BY_DEFAULT.copy)
-    """Any of forwards, methods, sixteen_bits, four_bits, peers."""
+    """Any of forwards, methods, peers."""
     methods: list[str] = field(default_factory=METHODS.copy)
     """Ways to set side by side (benchmarks/speed/methods.py); `hf` and `ar` are always timed."""
     temperature: list[float] = field(default_factory=lambda: [0.0, 1.0])
@@ -88,8 +86,6 @@ class Options:
     """Prompts of one round, taken from the domains in turn."""
     prompt_tokens: int = 64
     max_new_tokens: int = 64
-    sixteen_bit_methods: list[str] = field(default_factory=SIXTEEN_BIT_METHODS.copy)
-    """Methods of the section `sixteen_bits`."""
     threads: int = 2
     """CPU threads of torch."""
     peers: bool = False
@@ -113,10 +109,6 @@ class Options:
         for key in ("rounds", "prompts", "prompt_tokens", "max_new_tokens", "threads"):
             if getattr(self, key) < 1:
                 raise InputError(f"--{key}: {getattr(self, key)} must be at least 1")
-        if "ar" not in self.sixteen_bit_methods:
-            raise InputError(
-                "--sixteen_bit_methods: leave ar among them, whose share of the bandwidth is asked"
-            )
 
 
 Section = Callable[[Bench, Options], JsonObject]
@@ -125,10 +117,6 @@ SECTIONS: dict[str, Section] = {
     "methods": lambda bench, options: sections.methods(
         bench, options.methods, options.temperature, options.rounds
     ),
-    "sixteen_bits": lambda bench, options: sixteen_bits(
-        bench, options.sixteen_bit_methods, options.rounds
-    ),
-    "four_bits": lambda bench, options: four_bits(bench, options.rounds),
     "peers": lambda bench, options: peers.compare(bench, asked(bench, options)),
 }
 
