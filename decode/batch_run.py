@@ -22,6 +22,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.penalties import Seen
 from draftsmith.core.sampling import Sampling, uniforms
+from draftsmith.decode.compiled.runner import in_bucket
 from draftsmith.decode.guest_checks import check_proposal
 from draftsmith.decode.propose.protocol import (
     Outcome,
@@ -30,7 +31,6 @@ from draftsmith.decode.propose.protocol import (
     Session,
     SessionSetup,
 )
-from draftsmith.decode.recorded.proposal import in_bucket
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.stats import DecodeStats
 from draftsmith.decode.step import Judged, Question, Ruled, by_own_tokens, by_rule, on_host, score

@@ -29,10 +29,10 @@ from draftsmith.decode.batch_run import (
     Options,
     StopCondition,
 )
+from draftsmith.decode.compiled.runner import make_runner
+from draftsmith.decode.compiled.steps import StaticSteps
 from draftsmith.decode.packed_weights import kernel_products, packs_of
 from draftsmith.decode.propose.protocol import Proposer
-from draftsmith.decode.recorded import make_runner
-from draftsmith.decode.recorded.steps import StaticSteps
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability, check_context, check_tree
 from draftsmith.decode.tree import Drawing, Tree, TreeShape

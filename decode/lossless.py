@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftsmith.core.errors import InputError, RequirementError, counted
 from draftsmith.core.sampling import generator
-from draftsmith.decode.choosing import draw
 from draftsmith.decode.expected import CPU
 from draftsmith.decode.guest_checks import check_verdict
+from draftsmith.decode.kernel_sampling import draw
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.propose.static_tree import draw_children, most_probable
 from draftsmith.decode.tree import Drawing, Tree, chain

@@ -29,14 +29,15 @@ class Method:
         """Return the method of a spec, of `OWN_TREE` or of a shape; verifier: by default what suits
         the tree. read: as of `parse_tree`.
         """
+        written = tree_spec(tree) if not isinstance(tree, TreeShape) else f"{tree.size} nodes"
         if isinstance(tree, TreeShape):
-            shape, written = tree, f"{tree.size} nodes"
+            shape = tree
         elif tree == OWN_TREE:
             from draftsmith.decode.propose.lookahead import LookaheadProposer
 
-            shape, written = LookaheadProposer().default_tree(), OWN_TREE
+            shape = LookaheadProposer().default_tree()
         else:
-            shape, written = parse_tree(tree, read), tree_spec(tree)
+            shape = parse_tree(tree, read)
         return cls(written, shape, find_verifier(verifier or default_verifier(shape)))
 
     @property

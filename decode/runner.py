@@ -331,7 +331,7 @@ class Runner:
 
         return BlockForward(run)
 
-    # `decode.recorded` records a call under its name.
+    # `decode.compiled` records a call under its name.
     call = staticmethod(call_directly)
 
     def keep(self, slots: Sequence[Sequence[int]]) -> None:

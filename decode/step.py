@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.sampling import Sampling, probs
-from draftsmith.decode.choosing import draw, largest
 from draftsmith.decode.guest_checks import check_verdict
+from draftsmith.decode.kernel_sampling import draw, largest
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.runner import BlockForward
 from draftsmith.decode.verify import Verifier

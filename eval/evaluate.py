@@ -26,7 +26,7 @@ from draftsmith.core.records import path_now, provenance, read_run
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
-from draftsmith.decode.recorded.steps import check_backend
+from draftsmith.decode.compiled.steps import check_backend
 from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, Tree, TreeShape
-from draftsmith.decode.choosing import draw, try_siblings
+from draftsmith.decode.kernel_sampling import draw, try_siblings
 from draftsmith.decode.native import kernel
 from draftsmith.decode.propose.protocol import (
     Outcome,

@@ -15,7 +15,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.decode import SpeculativeDecoder
-from draftsmith.decode.recorded import steps
+from draftsmith.decode.compiled import steps
 from tests.tiny_models import random_llama
 
 # Queries, keys, values, output, gate, up, down.

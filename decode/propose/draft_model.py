@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.models import context_length, vocabulary_size
+from draftsmith.decode.compiled.runner import make_runner
+from draftsmith.decode.compiled.steps import steps_for
 from draftsmith.decode.packed_weights import packs_of
 from draftsmith.decode.propose.network import (
     CachedNetwork,
@@ -27,8 +29,6 @@ from draftsmith.decode.propose.network import (
 )
 from draftsmith.decode.propose.network_proposer import NetworkProposer, slots_per_step
 from draftsmith.decode.propose.protocol import Outcome, SessionSetup
-from draftsmith.decode.recorded import make_runner
-from draftsmith.decode.recorded.steps import steps_for
 from draftsmith.decode.runner import Runner
 from draftsmith.decode.supported_models import ability, check_context, check_tree
 from draftsmith.decode.tree import TreeShape

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.core.sampling import Sampling, probs
-from draftsmith.decode.choosing import largest
+from draftsmith.decode.kernel_sampling import largest
 from draftsmith.decode.propose.network import Frontier, Network
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Session
 from draftsmith.decode.runner import Block

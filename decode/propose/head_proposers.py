@@ -24,6 +24,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.compiled.runner import make_runner
+from draftsmith.decode.compiled.steps import steps_for
 from draftsmith.decode.packed_weights import FusedLinear, Packs, packs_of
 from draftsmith.decode.propose.network import (
     CachedNetwork,
@@ -36,8 +38,6 @@ from draftsmith.decode.propose.network import (
 )
 from draftsmith.decode.propose.network_proposer import NetworkProposer, slots_per_step
 from draftsmith.decode.propose.protocol import Outcome, SessionSetup
-from draftsmith.decode.recorded import make_runner
-from draftsmith.decode.recorded.steps import steps_for
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import Ability
 from draftsmith.decode.tree import TreeShape

@@ -18,7 +18,7 @@ from itertools import zip_longest
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode.choosing import largest
+from draftsmith.decode.kernel_sampling import largest
 from draftsmith.decode.propose.protocol import Outcome, SessionSetup
 from draftsmith.decode.propose.text_proposer import (
     TextProposer,

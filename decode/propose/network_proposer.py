@@ -4,12 +4,12 @@ cannot draft.
 
 from abc import abstractmethod
 
+from draftsmith.decode.compiled.steps import StaticSteps
 from draftsmith.decode.propose.dynamic_tree import DynamicTreeSession
 from draftsmith.decode.propose.network import Network
 from draftsmith.decode.propose.penalised import penalised_network
 from draftsmith.decode.propose.protocol import Proposer, SessionSetup
 from draftsmith.decode.propose.static_tree import DraftingPlan, StaticTreeSession
-from draftsmith.decode.recorded.steps import StaticSteps
 from draftsmith.decode.tree import Drawing, DynamicTree, TreeShape
 
 

@@ -18,7 +18,7 @@ from draftsmith.decode.tree import CHAIN, Drawing, Tree, TreeShape, chain
 from draftsmith.decode.tree_batch import TreeBatch
 
 if TYPE_CHECKING:
-    from draftsmith.decode.recorded.steps import StaticSteps
+    from draftsmith.decode.compiled.steps import StaticSteps
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,7 +22,7 @@ from draftsmith.core.sampling import (
     draw_with_replacement,
     probs,
 )
-from draftsmith.decode.choosing import draw, draw_without_replacement, largest
+from draftsmith.decode.kernel_sampling import draw, draw_without_replacement, largest
 from draftsmith.decode.propose.network import Frontier, Network
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Session
 from draftsmith.decode.runner import Block

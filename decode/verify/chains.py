@@ -12,7 +12,7 @@ d, below node d - 1.
 import torch
 from torch import Tensor
 
-from draftsmith.decode.choosing import draw
+from draftsmith.decode.kernel_sampling import draw
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.exact import exact
 from draftsmith.decode.verify.tree_walk import (

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.decode.choosing import draw, largest
+from draftsmith.decode.kernel_sampling import draw, largest
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.tree_walk import (
     Descent,

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from draftsmith.decode.choosing import try_siblings
+from draftsmith.decode.kernel_sampling import try_siblings
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.tree_walk import (
     Node,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from draftsmith.decode.choosing import draw
+from draftsmith.decode.kernel_sampling import draw
 from draftsmith.decode.propose.protocol import Proposal
 
 

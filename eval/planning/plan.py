@@ -21,7 +21,7 @@ from draftsmith.core.ranks import say
 from draftsmith.core.records import provenance
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
-from draftsmith.decode.recorded.steps import check_backend
+from draftsmith.decode.compiled.steps import check_backend
 from draftsmith.drafts.draft_sources import check_sources, models_of
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs

@@ -1,21 +1,25 @@
-"""A runner whose calls are recorded.
+"""A runner whose calls are recorded, and proposals of fixed shapes.
 
 Legend: B rows, L layers, H key/value heads, C capacity in slots, P slots that attention reads, q
 queries, T slots of a block, E head size. A slot is the place of one token in the cache.
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from draftsmith.decode.cache import TreeCache
+from draftsmith.decode.compiled.steps import StaticSteps, bucket
 from draftsmith.decode.kernel_forward import Forwarded
-from draftsmith.decode.recorded.steps import StaticSteps
+from draftsmith.decode.own_cache_runner import OwnCacheRunner
+from draftsmith.decode.packed_weights import Packs
+from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.runner import (
     Block,
     BlockForward,
@@ -24,6 +28,7 @@ from draftsmith.decode.runner import (
     block_positions,
     seen_slots,
 )
+from draftsmith.decode.supported_models import Ability
 
 Result = TypeVar("Result")
 
@@ -147,3 +152,42 @@ class _StepLayer(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return 0
+
+
+def make_runner(
+    model: PreTrainedModel,
+    able: Ability,
+    limit: int | None,
+    packs: Packs | None,
+    steps: StaticSteps | None,
+) -> Runner:
+    """Return the runner that suits a model; it records its calls if there are `steps`."""
+    if able.drafts == "chain":
+        return OwnCacheRunner(model, limit, able.reading)
+    if steps is None:
+        return Runner(model, able.windows, limit, packs)
+    return RecordedRunner(model, able.windows, limit, steps)
+
+
+def in_bucket(proposal: Proposal, rows: int) -> Proposal:
+    """Return a proposal with one tree per row, padded to a bucket of nodes; the new ones are
+    missing.
+    """
+    tree = proposal.tree
+    q_BEV = proposal.q_BEV
+    finite = proposal.finite
+    size = tree.parents_RN.shape[1]
+    nodes = bucket(size)
+    if q_BEV is not None:
+        # A tree that confidence has cut short keeps the group numbers, and so the distributions, of
+        # the whole tree.
+        slots = (nodes + 1) * proposal.drafts
+        missing = max(0, slots - q_BEV.shape[1])
+        q_BEV = pad(q_BEV, (0, 0, 0, missing))
+    return replace(
+        proposal,
+        tree=tree.padded(rows, nodes, most=tree.children_RMK.shape[2]),
+        tokens_BM=pad(proposal.tokens_BM, (0, nodes - size), value=-1),
+        q_BEV=q_BEV,
+        finite=None if finite is None else finite.expand(rows),
+    )

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from draftsmith.core import sampling
-from draftsmith.decode.choosing import draw, draw_without_replacement, largest, try_siblings
+from draftsmith.decode.kernel_sampling import draw, draw_without_replacement, largest, try_siblings
 from draftsmith.decode.native import kernel
 from draftsmith.decode.verify.siblings import _try_in_turn
 from draftsmith.decode.verify.tree_walk import Node
