@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.device_map import in_parts
 from draftsmith.core.devices import attention_of_any_length
+from draftsmith.core.large_target import in_parts
 from draftsmith.core.models import context_length, eos_ids as eos_of, vocabulary_size
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.core.settings import PENALTIES, say_ignored

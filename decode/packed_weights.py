@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.core.device_map import in_parts
+from draftsmith.core.large_target import in_parts
 from draftsmith.core.models import parameter_count
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 

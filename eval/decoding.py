@@ -14,8 +14,8 @@ from typing import Any, TypedDict
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.device_map import in_parts
 from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.large_target import in_parts
 from draftsmith.core.models import eos_ids
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.progress import Tick, no_tick

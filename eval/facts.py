@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.device_map import is_spread
 from draftsmith.core.devices import peak_memory
-from draftsmith.core.divided_target import is_divided
 from draftsmith.core.io import JsonObject
+from draftsmith.core.large_target import is_divided, is_spread
 from draftsmith.core.models import (
     context_length,
     dtype_name,

@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 
 from draftsmith.core import ranks
-from draftsmith.core.divided_target import all_have, is_divided, own_share, whole
 from draftsmith.core.errors import InputError
+from draftsmith.core.large_target import all_have, is_divided, own_share, whole
 from draftsmith.core.models import load_model
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.config import TrainConfig

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.core.divided_target import is_divided
 from draftsmith.core.errors import InputError, first_line
 from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import kept_json, make_dir, read_json
+from draftsmith.core.large_target import is_divided
 from draftsmith.core.models import (
     check_finite,
     load_model,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.core.divided_target import all_have
 from draftsmith.core.hidden_states import body_states, layout_of
+from draftsmith.core.large_target import all_have
 from draftsmith.core.state_store import StateStore, cached_layers
 from draftsmith.train.batch import IGNORE, Batch, forward_options, packing_method
 from draftsmith.train.teacher import find_projection

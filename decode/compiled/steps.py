@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from draftsmith.core.device_map import is_spread
 from draftsmith.core.errors import InputError, RunError, first_line
+from draftsmith.core.large_target import is_spread
 from draftsmith.core.transformers_api import cache_name
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.llama_forward import LeanForward, lean_forward

@@ -18,13 +18,21 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils.hub import cached_file
 
-from draftsmith.core.device_map import Written, in_parts, spread, values_of
 from draftsmith.core.devices import resolve_device
-from draftsmith.core.divided_target import INSTEAD, divided, is_divided, own_share, whole
 from draftsmith.core.errors import InputError, ran_out, require_package
 from draftsmith.core.hidden_states import some_tokens, without_layers
 from draftsmith.core.hub import offline_if_unreachable, quiet, why_not
 from draftsmith.core.io import JsonObject, canonical_json, read_json
+from draftsmith.core.large_target import (
+    INSTEAD,
+    divided,
+    in_parts,
+    is_divided,
+    own_share,
+    spread,
+    values_of,
+    whole,
+)
 from draftsmith.core.ranks import from_each
 from draftsmith.core.records import check_weights
 from draftsmith.core.settings import Quantize as Quantize, dtype_called
@@ -58,7 +66,7 @@ def load_model(
     revision: str | None = None,
     layers: bool = True,
     target_parallel: int = 1,
-    target_device_map: Written | None = None,
+    target_device_map: str | None = None,
 ) -> PreTrainedModel:
     """A causal LM in eval mode from a local directory or the hub, tried on a few tokens. Pickled
     weights are read with `weights_only=True`, which runs no code.
@@ -70,7 +78,7 @@ def load_model(
     revision: branch, tag or commit on the hub. layers: False for embedding, final norm and output
     projection alone, in 16 bits where the layers have fewer; hidden states then come from files.
     target_parallel: how many neighbouring processes hold the model together; all must call this.
-    target_device_map: how its layers are spread over devices, memory and disk (`core.device_map`).
+    target_device_map: how its layers are spread over devices and disk (`core.large_target`).
     Raise InputError for a name that is not a loadable model, missing weights, and values that are
     not finite.
     """

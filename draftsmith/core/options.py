@@ -158,7 +158,7 @@ Out = Annotated[Text, AfterValidator(os.path.expanduser), Shown("DIR")]
 OutFile = Annotated[Text, AfterValidator(os.path.expanduser), Shown("FILE")]
 Device = Annotated[str, AfterValidator(device_called)]
 Dtype = Annotated[str, AfterValidator(dtype_called)]
-DeviceMap = Annotated[str, AfterValidator(device_map_called), Shown("auto|FILE.json")]
+DeviceMap = Annotated[str, AfterValidator(device_map_called), Shown("auto|auto:GIB")]
 
 
 @dataclass_transform(
@@ -273,8 +273,7 @@ class SpreadTargetOptions(TargetOptions):
 
     target_device_map: Rare[NotIdentity[DeviceMap | None]] = None
     """For a target that fits no device: spread its layers over GPUs, memory and disk, in one
-    process. auto (as balanced), balanced, balanced_low_0 or sequential, as accelerate names them,
-    with :GIB for that much of each GPU; or FILE.json, a device of each module.
+    process; with :GIB at most that much of each GPU.
     """
 
 

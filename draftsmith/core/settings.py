@@ -86,11 +86,8 @@ def device_called(name: str) -> str:
 
 def device_map_called(value: str) -> str:
     """Return where a target's layers go, as it is. Raise ValueError for what is not a way."""
-    if not re.fullmatch(r"(auto|balanced|balanced_low_0|sequential)(:\d*\.?\d+)?|.+\.json", value):
-        raise ValueError(
-            "must be auto, balanced, balanced_low_0 or sequential, each with :GIB for so much of a "
-            "device, or a map of modules to devices, FILE.json"
-        )
+    if not re.fullmatch(r"auto(:\d*\.?\d+)?", value):
+        raise ValueError("must be auto, or auto:GIB for so much of each device")
     return value
 
 

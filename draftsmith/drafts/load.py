@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.device_map import Written
 from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.hub import cached
 from draftsmith.core.io import JsonObject, read_json
@@ -87,7 +86,7 @@ def load_models(
     tokenizer: Tokenizer | None = None,
     heterogeneous_vocab: bool = False,
     target_parallel: int = 1,
-    target_device_map: Written | None = None,
+    target_device_map: str | None = None,
 ) -> LoadedModels:
     """Load a target and any number of drafts, and check that they belong together.
 
