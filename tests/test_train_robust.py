@@ -166,11 +166,13 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
     (tmp_path / "both/draft/.draftsmith-lock").unlink()  # of the run that was killed
     before = result(tmp_path / "both")
+    del before["draft/run.json"]  # says where it lies now
     out, err = spawn(*words, cwd=tmp_path / "both").wait(1)
     assert not out and last_line(err).endswith(
         "none of its checkpoints is whole; delete it to start again"
     )
-    assert result(tmp_path / "both") == before
+    after = result(tmp_path / "both")
+    assert before == {name: after[name] for name in before}
 
 
 def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
