@@ -281,7 +281,6 @@ def test_several_outputs_of_a_prompt_are_those_of_the_command(door, pair, target
     ("options", "told"),
     [
         ({"temprature": 1}, "temprature: no option of GenerateConfig; did you mean temperature?"),
-        ({"n": 2}, "n: no option of GenerateConfig; did you mean num_samples?"),
         ({"stop": 5}, "stop: must be a valid string, got 5"),
         ({"temperature": "hot"}, "temperature: must be a valid number, got 'hot'"),
         ({"max_new_tokens": 0}, "max_new_tokens: must be greater than or equal to 1, got 0"),
