@@ -150,6 +150,11 @@ def test_an_edited_file_is_obeyed_and_one_that_ran_asks_for_another_place(door, 
     assert f"{file}: has changed since it ran: " in said and "--fresh train" in said
     door.ok(*words, "--fresh", "train")
     assert json.loads((out / "jsd" / "draftsmith.json").read_text())["steps"] == 5
+    # Another place keeps what is there.
+    file.write_text(file.read_text().replace(f"{out}/jsd\n", f"{out}/longer\n"))
+    evaluation.write_text(evaluation.read_text().replace(f"{out}/jsd", f"{out}/longer"))
+    door.ok(*words)
+    assert "compared as `jsd` with `base`" in (out / "longer" / "README.md").read_text()
     # A key that its command does not have is named with its line.
     file.write_text(file.read_text().replace("steps: 5", "stepz: 5"))
     assert re.search(

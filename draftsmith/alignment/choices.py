@@ -60,10 +60,8 @@ def shared(config: AlignConfig) -> JsonObject:
 
 def _begun(config: AlignConfig, facts: Facts, given: JsonObject, out: str) -> Choices:
     """Begin with the options of a stage that are given."""
-    choices = Choices(shared(config) | deepcopy(given) | {"out": str(config.directory / out)})
-    if facts.date is not None:
-        choices.choose("date", facts.date, "the chat template prints it")
-    return choices
+    own = {"date": facts.date, "out": str(config.directory / out)}
+    return Choices(shared(config) | deepcopy(given) | own)
 
 
 def heldout_prompts(config: AlignConfig, facts: Facts) -> int:
@@ -145,7 +143,8 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     choices = _begun(config, facts, config.train, draft.name)
     values = choices.values
     del values["prompt_tokens"]
-    values |= {"draft": config.draft, "objective": draft.objective, "kind": _kind(config)}
+    kind = draft_kind(config.draft).replace("draft", "lm") if config.draft else config.kind
+    values |= {"draft": config.draft, "objective": draft.objective, "kind": kind or "eagle3"}
     values |= {"data": [str(out / "distilled")]}
     values["seed"] += 1 + config.objective.index(draft.objective)
     if draft.replays:
@@ -164,9 +163,9 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     length = choices.choose("max_length", length, "longest prompt and answer")
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
     rows = facts.by_device(32, max(4, groups()))
-    fits = 2 if facts.draft_parameters >= _LARGE else 32
-    if facts.draft_parameters * length >= 10**10:
-        fits = min(fits, 8)
+    fits = 8 if facts.draft_parameters * length >= 10**10 else 32
+    if facts.draft_parameters >= _LARGE:
+        fits = 2
     batch = max(1, min(fits, rows // groups()))
     batch = choices.choose("batch_size", batch, f"{rows} rows a step")
     choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows a step")
@@ -188,12 +187,13 @@ def _schedule(
     heldout = values.get("heldout_fraction", 0.05) * answers
     # Those on answers; replay takes its share beside them.
     steps = max(50, math.ceil(passes * (answers - heldout) / rows))
-    share = config.train.get("replay_fraction", _REPLAYED) if config.policy == "balanced" else 0.0
+    share = (config.policy == "balanced") * config.train.get("replay_fraction", _REPLAYED)
     if "steps" in values:
         steps = round(values["steps"] * (1 - share))
-    if share and not draft.replays:
+        if not draft.replays:
+            values["steps"] = steps
+    if not draft.replays:
         share = 0.0
-        values.pop("steps", None)
     if "epochs" not in values:
         reason = f"{passes} passes over {answers} answers, {rows} rows a step"
         choices.choose("steps", round(steps / (1 - share)), reason)
@@ -202,13 +202,6 @@ def _schedule(
     # training, also where a few steps are trained on many answers.
     every = max(5, steps // 15, min(round(2 * heldout / rows), steps // 3))
     choices.choose("eval_every", every, "measuring takes a sixth of the time")
-
-
-def _kind(config: AlignConfig) -> str:
-    """Return the kind of draft: EAGLE-3 if nothing else is given."""
-    if config.draft is None:
-        return config.kind or "eagle3"
-    return draft_kind(config.draft).replace("draft", "lm")
 
 
 def contenders(config: AlignConfig) -> list[str]:
@@ -239,8 +232,8 @@ def _eval(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
         values.setdefault(key, getattr(distill, key))
     choices.choose("temperature", sorted({0.0, facts.temperature}), "greedy, and as distilled")
     trees = facts.by_device(["chain:4", "kary:4,2,2"], ["chain:2", "kary:3,2"])
-    choices.choose("tree", trees, facts.by_device("GPU", "CPU"))
-    choices.choose("max_prompts", facts.by_device(64, 40), facts.by_device("GPU", "CPU"))
+    choices.choose("tree", trees, "by device")
+    choices.choose("max_prompts", facts.by_device(64, 40), "by device")
     tokens = min(distill.max_new_tokens, facts.by_device(128, 48))
     choices.choose("max_new_tokens", tokens, f"answers of {distill.max_new_tokens}")
     return choices

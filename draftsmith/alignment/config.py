@@ -112,7 +112,7 @@ class AlignConfig(LargeTargetOptions, RunOptions):
         for ending, replays in endings.items():
             for name, spec in zip(short, self.objective, strict=True):
                 if not name or short.count(name) > 1:
-                    name = re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")[:64]
+                    name = re.sub(r"[^A-Za-z0-9.]+", "-", spec).strip("-.")
                 stage = "train" if alone else f"train-{name}{ending}"
                 drafts.append(Trained(name + ending, spec, replays, stage))
         return drafts

@@ -89,8 +89,7 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         read = read_per_token(target)
         projection = text.hidden_size * vocabulary_size(target)
         drafted = fastest_size(target, ids, layers=size / read, projection=projection / read)
-    given = {"temperature": config.distill.get("temperature")}
-    sampling = resolve_sampling(config.target, target, given, default_temperature=1.0).sampling
+    sampling = resolve_sampling(config.target, target, config.distill, default_temperature=1.0)
     facts = Facts(
         chats=chats,
         own_chats=chats and bool(user_opening(tokenizer, config.prompts).ids),
@@ -102,7 +101,7 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
         cache_bytes=_cache_bytes(target),
         target_parameters=parameter_count(target),
         draft_parameters=size,
-        temperature=sampling.temperature,
+        temperature=sampling.sampling.temperature,
         date=date,
         drafted=drafted,
     )

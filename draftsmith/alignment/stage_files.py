@@ -71,11 +71,8 @@ def files_of(config: AlignConfig) -> dict[str, Path]:
     """Return the file of each stage, by its name: `distill`, `general`, `train` or `train-NAME`,
     `eval`.
     """
-    names = ["distill"]
-    if config.policy == "balanced":
-        names.append("general")
-    names += [draft.stage for draft in config.trained()]
-    names.append("eval")
+    general = ["general"] if config.policy == "balanced" else []
+    names = ["distill", *general, *(draft.stage for draft in config.trained()), "eval"]
     return {name: config.directory / f"{name}.yaml" for name in names}
 
 

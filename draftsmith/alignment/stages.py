@@ -79,9 +79,12 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
                 ) from None
             _free()
         on_main(partial(shutil.rmtree, config.directory / "features", ignore_errors=True))
-        results = Path(stages[-1].options.out, "results.json")
-        for draft in config.trained() if results.is_file() else ():
-            on_main(partial(add_results, config.directory / draft.name, results, draft.name))
+        evaluation = stages[-1].options
+        made = [stage.options.out for stage in stages]
+        for draft in evaluation.draft:
+            name, _, source = draft.partition("=")
+            if source in made:
+                on_main(partial(add_results, source, f"{evaluation.out}/results.json", name))
         run.finish("stages", len(stages))
     return stages
 
@@ -93,7 +96,7 @@ def _run(stage: Stage) -> None:
         evaluate(stage.options)
     else:
         summary = distill(stage.options)
-        for line in (*summary["skipped_because"], *summary["failed_because"]):
+        for line in summary["skipped_because"] + summary["failed_because"]:
             say(line)
 
 
@@ -164,11 +167,9 @@ def _started(config: AlignConfig) -> AlignConfig:
     start = config.directory / "start"
     if not start.exists():
         given = {key: value for key, value in shared(config).items() if key not in LARGE}
-        with waiting("align: makes the draft"):
-            summary = init(method="prune", out=str(start), prompts=config.prompts, **given)
+        summary = init(method="prune", out=str(start), prompts=config.prompts, **given)
         for line in in_words(summary):
             say(line)
-        _free()
     return replace(config, draft=str(start), init=None)
 
 
@@ -176,6 +177,6 @@ def _delete(config: AlignConfig, stages: Sequence[Stage]) -> None:
     """Delete what the stage of --fresh and those after it made in this directory."""
     order = list(CONFIGS)
     for stage in stages if config.fresh else ():
-        made_here = config.directory in Path(stage.options.out).parents
-        if made_here and order.index(stage.name) >= order.index(str(config.fresh)):
-            shutil.rmtree(stage.options.out, ignore_errors=True)
+        if order.index(stage.name) >= order.index(str(config.fresh)):
+            made = config.directory / Path(stage.options.out).name
+            shutil.rmtree(made, ignore_errors=True)
