@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.transformers_api import Cache, DynamicLayer
 from draftsmith.decode.native.large_pages import zeros
 
 

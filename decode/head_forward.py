@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
+from draftsmith.core.transformers_api import FULL, Cache
 from draftsmith.decode.cache import CachePlace, TreeCache
 from draftsmith.decode.kernel_forward import (
     MOST_TOKENS,
@@ -43,7 +43,6 @@ from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.mtp import MtpHead
 
-_KIND = "full_attention"
 # Heads, and layers of MTP heads, that the kernel knows.
 _HEADS = (
     EagleHead,
@@ -106,7 +105,7 @@ def _is_plain(head: Any) -> bool:
         return False
     # An MTP head has the target's.
     rotary = getattr(head.rotary, "module", head.rotary)
-    return has_table(rotary, _KIND, head.config.head_dim)
+    return has_table(rotary, FULL, head.config.head_dim)
 
 
 def has_own_forward(head: nn.Module) -> bool:
@@ -147,8 +146,8 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             feature_norm=maker.vector(layer.hidden_norm),
             feature_normed=layer.norm_before_residual,
         )
-        layers = [maker.layer(layer, _KIND, normed=False)]
-        layers += [maker.layer(each, _KIND) for each in head.deeper]
+        layers = [maker.layer(layer, FULL, normed=False)]
+        layers += [maker.layer(each, FULL) for each in head.deeper]
         return _Parts(
             layers=layers,
             opening=opening,
@@ -157,7 +156,7 @@ def _parts(head: Any, maker: LayerMaker) -> _Parts:
             logits=maker.fused([head.lm_head]),
         )
     normed = not isinstance(head, EagleHead)
-    layers = [maker.layer(layer, _KIND, normed=normed) for layer in head.layers]
+    layers = [maker.layer(layer, FULL, normed=normed) for layer in head.layers]
     norm = maker.norm(head.norm) if normed else None
     if isinstance(head, BlockHead):
         return _Parts(layers=layers, opening=Opening(), norm=norm)
@@ -207,7 +206,7 @@ class HeadForward(ABC):
             scale=config.head_dim**-0.5,
             eps=config.rms_norm_eps,
         )
-        self.rotary = RotaryTable(head.rotary, [_KIND], self._like)
+        self.rotary = RotaryTable(head.rotary, [FULL], self._like)
         self._kernel = KernelForward(
             functions,
             parts.layers,
@@ -240,7 +239,7 @@ class HeadForward(ABC):
             tokens_Bq=tokens_Bq,
             positions_Rq=positions_Rq,
             rotary=self.rotary.up_to(top_position),
-            mask=masks[_KIND],
+            mask=masks[FULL],
             place=cache.place(len(tokens_Bq), self.sizes.groups, self.sizes.size, self._like),
             features_BtD=features_BTH.to(self.dtype).contiguous(),
         )
@@ -266,7 +265,7 @@ class HeadForward(ABC):
             step.tokens_Bq[:, span],
             step.positions_Rq[:, span],
             step.rotary,
-            {_KIND: mask},
+            {FULL: mask},
             replace(step.place, column=step.place.column + span.start),
             kept,
             states,

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.cache_utils import Cache
 
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.transformers_api import ACT2FN, Cache, layer_kinds
 from draftsmith.decode.cache import CachePlace, TreeCache
 from draftsmith.decode.families import ACTIVATIONS, Family, family_of
 from draftsmith.decode.kernel_forward import (
@@ -92,16 +91,8 @@ def _has_parts(model: PreTrainedModel, family: Family) -> bool:
     if getattr(last_norm, "weight", None) is None or len(last_norm.weight) != width:
         return False
     sizes = _sizes(model, family)
-    kinds = set(_kinds(model)) if sizes.turned else set()
+    kinds = set(layer_kinds(model.config)) if sizes.turned else set()
     return all(has_table(body.rotary_emb, kind, sizes.turned) for kind in kinds)
-
-
-def _kinds(model: PreTrainedModel) -> list[str]:
-    """The kind of each layer."""
-    config = model.config
-    windowed = getattr(config, "sliding_window", None) is not None
-    kind = "sliding_attention" if windowed else "full_attention"
-    return getattr(config, "layer_types", None) or [kind] * config.num_hidden_layers
 
 
 def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
@@ -180,7 +171,7 @@ class LeanForward:
         self._ids_D = draft_vocabulary(model)
         self._vocabulary = vocabulary_size(model)
         self.device = self.norm.weight_D.device
-        kinds = _kinds(model)
+        kinds = layer_kinds(model.config)
         rotary = getattr(body, "rotary_emb", None)
         self.rotary = RotaryTable(rotary, set(kinds), self.norm.weight_D)
         layers = zip(body.layers, kinds, strict=False)

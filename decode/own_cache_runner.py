@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from draftsmith.core.hidden_states import forward_with_states, layout_of
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.transformers_api import Cache, DynamicLayer
 from draftsmith.decode.kernel_forward import Forwarded, joined
 from draftsmith.decode.runner import Block, Runner
 from draftsmith.decode.supported_models import Reading, counts_positions
@@ -268,7 +268,7 @@ class OwnCacheRunner(Runner):
         # A layer that a model brings along keeps more than the layer that it is made from crops
         # (DeepSeek V4).
         kinds = {type(layer).__module__ for layer in getattr(row.cache, "layers", ())}
-        if kinds <= {"transformers.cache_utils"}:
+        if kinds <= {Cache.__module__}:
             row.cache.activate_past_recording()
             row.records = True
 

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.large_target import in_parts
 from draftsmith.core.models import parameter_count
+from draftsmith.core.transformers_api import Conv1D
 from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.

@@ -21,11 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import text_config
-from draftsmith.core.transformers_api import cache_name
+from draftsmith.core.transformers_api import Cache, cache_name
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.head_forward import HeadForward, head_forward
 from draftsmith.decode.kernel_forward import Forwarded, Masks, joined

@@ -9,11 +9,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.models import check_causal, text_config
-from draftsmith.core.transformers_api import cache_name
+from draftsmith.core.transformers_api import FULL, SLIDING, cache_name, layer_kinds
 from draftsmith.decode.tree import CHAIN, TreeShape
 
-_FULL = "full_attention"
-_SLIDING = "sliding_attention"
 # How a model goes on from its own cache: with several tokens at once, with one at a time, or not at
 # all, so that the whole text is forwarded.
 Reading = Literal["several", "single", "whole"]
@@ -92,7 +90,7 @@ def _why_no_tree(model: PreTrainedModel) -> str:
     attention = getattr(config, "_attn_implementation", "eager")
     own_masks = getattr(config, "attention_layers", None) is not None
     layers = getattr(config, "num_hidden_layers", None)
-    other = set(getattr(config, "layer_types", None) or ()) - {_FULL, _SLIDING}
+    other = set(layer_kinds(config)) - {FULL, SLIDING}
     kinds = ", ".join(map(repr, sorted(other)))
     reasons = {
         "is recurrent": model._is_stateful and "position_ids" not in arguments,
@@ -119,18 +117,15 @@ def counts_positions(model: PreTrainedModel) -> bool:
 def _windows(model: PreTrainedModel) -> dict[str, int | None]:
     config = text_config(model)
     window: int | None = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    windowed = window is not None or _SLIDING in (types or ())
+    kinds = sorted(set(layer_kinds(config)))
+    windowed = window is not None or SLIDING in kinds
     if windowed and not _reads_windows(model):
         # Transformers' cache would drop keys that the forward without a cache sees.
         raise InputError(
             f"{type(model).__name__} attends to all tokens, and its config.json sets a sliding "
             "window; remove sliding_window and layer_types"
         )
-    if types is None:
-        # Without layer_types a window applies to every layer (Mistral, Phi-3).
-        return {_FULL: None} if window is None else {_SLIDING: window}
-    return {kind: window if kind == _SLIDING else None for kind in sorted(set(types))}
+    return {kind: window if kind == SLIDING else None for kind in kinds}
 
 
 def _reads_windows(model: PreTrainedModel) -> bool:

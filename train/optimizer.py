@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.transformers_api import Conv1D
 from draftsmith.drafts.load import Draft
 from draftsmith.train.config import Optim
 

@@ -126,7 +126,7 @@ def make_world(config: TrainConfig) -> World:
     check_process_count(accelerator.num_processes)
     agree_on(config)
     if zero:
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+        from draftsmith.core.transformers_api import unset_hf_deepspeed_config
 
         # Else transformers would shard every model while it is created, also one that only the main
         # process creates.

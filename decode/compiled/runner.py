@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
 
+from draftsmith.core.transformers_api import Cache, DynamicLayer
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.compiled.steps import StaticSteps, bucket
 from draftsmith.decode.kernel_forward import Forwarded

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
 
+from draftsmith.core.transformers_api import FULL, CausalLMOutput
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.compiled.runner import make_runner
 from draftsmith.decode.compiled.steps import steps_for
@@ -103,7 +103,7 @@ class HeadProposer(NetworkProposer):
         if isinstance(self.head, BlockHead):
             window = self.head.config.window
             kind = _BlockNetwork
-        able = Ability("tree", {"full_attention": window})
+        able = Ability("tree", {FULL: window})
         runner = make_runner(self._model, able, None, self._packs, steps)  # type: ignore[arg-type]
         return kind(self._model, runner, setup)
 

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.transformers_api import BaseModelOutputWithPastAndCrossAttentions, layer_states
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,7 @@ def _caught(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, _Call]]:
     def catch(module: nn.Module, given: Any, named: Any, returned: Any) -> None:
         read = given[0] if given else named.get("hidden_states")
         before = calls[module].count if module in calls else 0
-        first = returned[0] if type(returned) in (tuple, list) else returned
-        calls[module] = _Call(module, read, first, before + 1)
+        calls[module] = _Call(module, read, layer_states(returned), before + 1)
 
     handles = [module.register_forward_hook(catch, with_kwargs=True) for module in modules]
     try:

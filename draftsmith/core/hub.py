@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
     """
     # They take seconds to import, which a run's readers need not wait for.
     import torch
-    from transformers.utils import logging as transformers_logging
+    from transformers import logging as transformers_logging
 
     loggers = (transformers_logging, hub_logging)
     levels = [logger.get_verbosity() for logger in loggers]
@@ -123,7 +123,7 @@ def cached(name: str, file: str, revision: str | None = None) -> Path | None:
     """Return a file of a directory, or of the hub through its cache; None if it is missing or the
     hub unreachable.
     """
-    from transformers.utils.hub import cached_file
+    from draftsmith.core.transformers_api import cached_file
 
     try:
         with offline_if_unreachable(name):

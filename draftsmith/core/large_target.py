@@ -21,12 +21,11 @@ from accelerate.utils import get_balanced_memory, get_max_memory
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.integrations.accelerate import load_offloaded_parameter
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.ranks import launched, say
 from draftsmith.core.shapes import Loading, read_config, without_values
+from draftsmith.core.transformers_api import DistributedConfig, load_offloaded_parameter
 
 INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"
 # A device has a number if it is a GPU, else it is "cpu" or "disk".

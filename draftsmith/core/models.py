@@ -15,8 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
-from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils.hub import cached_file
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.errors import InputError, ran_out, require_package
@@ -39,6 +37,7 @@ from draftsmith.core.settings import Quantize as Quantize, dtype_called
 from draftsmith.core.shapes import Loading, read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
+from draftsmith.core.transformers_api import AutoHfQuantizer, cached_file
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import text_config
 from draftsmith.core.tokenization import Tokenizer
+from draftsmith.core.transformers_api import FULL, layer_kinds
 from draftsmith.drafts.config import Format
 from draftsmith.drafts.layouts.gguf_file import ARCHITECTURES, ROPES, described
 from draftsmith.drafts.layouts.mtp import written_for
@@ -157,11 +158,9 @@ class Pair:
         for model in self.models:
             kind = model.config.model_type
             rope = _rope_type(model.config)
-            layers = getattr(model.config, "layer_types", None) or ["full_attention"]
-            window = kind == "mistral" and getattr(model.config, "sliding_window", None)
             if kind not in ARCHITECTURES:
                 return f"{model.name} is a {kind} model, which export does not write as GGUF"
-            if window or set(layers) != {"full_attention"}:
+            if set(layer_kinds(model.config)) != {FULL}:
                 return f"{model.name} has sliding attention"
             if kind != "qwen2" and getattr(model.config, "attention_bias", False):
                 return f"{model.name} has biases in its attention"

@@ -13,11 +13,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.tokenization import Tokenizer
+from draftsmith.core.transformers_api import bytes_to_unicode
 from draftsmith.drafts.draft_vocabulary import to_target
 
 _ROLES = (

@@ -36,14 +36,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.transformers_api import LAYER_CACHE
+from draftsmith.core.transformers_api import (
+    LAYER_CACHE,
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    apply_rotary_pos_emb,
+)
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.borrowed import borrow, dtype_of
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, draw

@@ -16,17 +16,18 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-)
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import of_all_layers, text_config, vocabulary_size
 from draftsmith.core.sampling import generator
+from draftsmith.core.transformers_api import (
+    FULL,
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    Qwen3Attention,
+)
 from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.unrolled_attention import UNROLLED
@@ -175,7 +176,7 @@ def _rope_parameters(values: JsonObject) -> JsonObject:
     # Some have one set per kind of layer (Gemma 3); the head's layer has full attention.
     by_kind = {kind: part for kind, part in rope.items() if isinstance(part, dict)}
     if by_kind:
-        rope = dict(by_kind.get("full_attention", next(iter(by_kind.values()))))
+        rope = dict(by_kind.get(FULL, next(iter(by_kind.values()))))
     # A head rotates all dimensions, even if its target rotates a part.
     rope.pop("partial_rotary_factor", None)
     base = float(values.get("rope_theta", 10000.0))

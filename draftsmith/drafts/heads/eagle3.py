@@ -18,12 +18,12 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import vocabulary_size
+from draftsmith.core.transformers_api import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.borrowed import borrow, dtype_of, start_as
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, draw

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache
 
-from draftsmith.core.transformers_api import LAYER_CACHE
+from draftsmith.core.transformers_api import LAYER_CACHE, layer_states
 from draftsmith.drafts.heads.borrowed import Borrowed, dtype_of
 from draftsmith.drafts.heads.unrolled_attention import Unrolling
 
@@ -97,8 +97,7 @@ class FeatureHead(nn.Module):
         }
         read = opening
         for layer in [self.layer, *self.deeper]:
-            out = layer(*read, **attending)
-            read = [out[0] if isinstance(out, tuple) else out]
+            read = [layer_states(layer(*read, **attending))]
         return self.ending(read[0])
 
     def embedded(self, input_ids_BT: Tensor, dtype: torch.dtype) -> Tensor:

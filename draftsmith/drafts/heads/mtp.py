@@ -38,13 +38,12 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import text_config, vocabulary_size
 from draftsmith.core.sampling import generator
-from draftsmith.core.transformers_api import LAYER_CACHE
+from draftsmith.core.transformers_api import FULL, LAYER_CACHE
 from draftsmith.drafts.heads.borrowed import ReadsLastState, borrow
 from draftsmith.drafts.heads.eagle import LayerConfig, Rotary, join_scale
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.unrolled_attention import UNROLLED
 
-_FULL = "full_attention"
 _PARTS = ("layers", "norm", "rotary_emb")
 _ARGUMENTS = {"attention_mask", "position_embeddings", LAYER_CACHE}
 # Families whose layers serve targets of others.
@@ -140,12 +139,12 @@ def _own_layer(target: PreTrainedModel) -> PretrainedConfig | None:
     """
     config: Any = copy.deepcopy(text_config(target))
     types = getattr(config, "layer_types", None)
-    if types is not None and _FULL not in types:
+    if types is not None and FULL not in types:
         return None
     try:
         config.num_hidden_layers = 1
         if types is not None:
-            config.layer_types = [_FULL]
+            config.layer_types = [FULL]
         elif getattr(config, "sliding_window", None) is not None:
             config.sliding_window = None
         if getattr(config, "mlp_layer_types", None) is not None:
@@ -226,7 +225,7 @@ class MtpHead(ReadsLastState, FeatureHead):
         if config.layer["model_type"] == text_config(target).model_type:
             rope = model.config.rope_parameters.values()
             nested = any(isinstance(parameters, dict) for parameters in rope)
-            options = {"layer_type": _FULL} if nested else {}
+            options = {"layer_type": FULL} if nested else {}
             self.rotary = _TargetRotary(target.get_decoder().rotary_emb, options)
         else:
             self.rotary = Rotary(model.config)

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+
+from draftsmith.core.transformers_api import repeat_kv, sdpa_attention_forward
 
 UNROLLED = "draftsmith_unrolled"
 """The name of this attention among transformers'."""

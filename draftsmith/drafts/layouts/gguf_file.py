@@ -22,6 +22,7 @@ from draftsmith.core.errors import InputError, RunError, require_package
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import text_config
 from draftsmith.core.tokenization import Tokenizer
+from draftsmith.core.transformers_api import ROPE_INIT_FUNCTIONS
 from draftsmith.drafts.layouts.read_back import Check
 from draftsmith.drafts.load import Source
 from draftsmith.drafts.vocabulary import BYTE, backend_of
@@ -237,8 +238,6 @@ def _add_rope(writer: "GGUFWriter", config: PretrainedConfig) -> Tensor | None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(rope["factor"]))
     if kind == "llama3":
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
         size = _head_size(config)
         plain = 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))

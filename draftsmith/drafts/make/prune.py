@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.transformers_api import Conv1D
 from draftsmith.drafts.tables import read_table
 
 Keep = Literal["first", "last", "even"]
