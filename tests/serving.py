@@ -3,7 +3,6 @@ follow from seeds.
 """
 
 import contextlib
-import gzip
 import hashlib
 import json
 import math
@@ -18,11 +17,9 @@ from transformers import PreTrainedTokenizerBase
 
 # What a server does with its n-th request (from 0, trial requests of the start included) instead of
 # answering: a status, the bytes of an answer, or "garbage", "half", "reset", "never", "drops" (a
-# byte now and then, without end), "floods" (bytes without end), "bomb" (a gigabyte of zeros in a
-# megabyte of gzip); None to answer.
+# byte now and then, without end); None to answer.
 Misbehave = Callable[[int], int | str | bytes | None]
 EOS = 1
-BOMB = gzip.compress(bytes(2**26)) * 16
 
 
 def answer_of(prompt: Any, seed: int, most: int) -> tuple[list[int], str]:
@@ -155,10 +152,6 @@ class _Handler(JsonHandler):
             self.send(200, wrong)
         elif wrong == "drops":
             self._drip()
-        elif wrong == "floods":
-            self._flood(b" " * 2**16)
-        elif wrong == "bomb":
-            self.send(200, BOMB, **{"content-encoding": "gzip"})
         elif wrong == "reset":
             self.close_connection = True
             self.connection.close()
@@ -173,16 +166,13 @@ class _Handler(JsonHandler):
             self.send(200, self._completion(body))
 
     def _drip(self) -> None:
-        self._flood(b" ", 0.02)
-
-    def _flood(self, data: bytes, pause_s: float = 0.0) -> None:
         self.send_response(200)
         self.send_header("connection", "close")
         self.end_headers()
         self.close_connection = True
         with contextlib.suppress(OSError):
-            while not self.server.stopping.wait(pause_s):
-                self.wfile.write(data)
+            while not self.server.stopping.wait(0.02):
+                self.wfile.write(b" ")
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         server, prompt = self.server, body["prompt"]

@@ -1,6 +1,5 @@
 """`doctor --served` asks what a row asks, and neither hangs on a reply nor repeats the key."""
 
-import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
@@ -13,9 +12,8 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines.server import Completion
-from draftsmith.serving import running_server
 from draftsmith.serving.running_server import RunningServer
-from tests.serving import BOMB, JsonHandler, running
+from tests.serving import JsonHandler, running
 
 KEY = "sk-Secret+12/34=abcXYZ"
 ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
@@ -138,20 +136,14 @@ def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
     assert answer.accepted_by_depth == [2, 1, 0] and answer.reached_by_depth == [2, 2, 1]
 
 
-def test_a_server_that_repeats_the_key_or_never_ends(completion, monkeypatch):
+def test_a_server_that_repeats_the_key(completion, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    spelled = [KEY, KEY.upper(), base64.b64encode(f"Bearer {KEY}".encode()).decode()]
+    spelled = [KEY, KEY.upper()]
 
     def refuses(handler: JsonHandler, body: dict[str, Any]) -> None:
         handler.send(400, {"error": f"{handler.headers['authorization']} {spelled} is unknown"})
-
-    def floods(handler: JsonHandler, body: dict[str, Any]) -> None:
-        handler.send(200, BOMB, **{"content-encoding": "gzip"})
 
     prompt = Prompt("p", "d", (5,))
     with replying(refuses) as url, pytest.raises(InputError, match="400 .* is unknown") as error:
         RunningServer(url).answer(prompt, completion, states_sampling=True)
     assert not any(each in str(error.value) for each in (*spelled, KEY[:12]))
-    monkeypatch.setattr(running_server, "REPLY_BYTES", 2**16)
-    with replying(floods) as url, pytest.raises(InputError, match="more than 65536 bytes"):
-        RunningServer(url).answer(prompt, completion, states_sampling=True)

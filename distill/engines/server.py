@@ -15,6 +15,7 @@ that rejects keys which OpenAI's API does not have is asked without them if they
 nothing (`plain`).
 """
 
+import asyncio
 import json
 import math
 import operator
@@ -34,7 +35,7 @@ from draftsmith.core.settings import Sampling
 from draftsmith.core.teacher_rows import pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
-from draftsmith.distill.engines.replies import REPLY_BYTES, ReplyTooLong, fetch, said
+from draftsmith.distill.engines.replies import said
 from draftsmith.distill.engines.state_writer import WITH_ANSWER, taken
 
 _LIST_TIMEOUT_S = 30.0
@@ -46,9 +47,6 @@ _TRIALS = 3
 _LEAST = -1000.0
 # Nearly greedy: of probabilities after these options, one token has all.
 _SHARP = Sampling(temperature=0.01, top_k=1, top_p=0.01)
-# Bytes of a reply for each token asked for, and for each of its teacher row.
-_TOKEN_BYTES = 256
-_ENTRY_BYTES = 64
 # Statuses below 500 after which the same request may succeed: on this server later, or on another
 # one.
 _NO_FAULT = (*range(300, 400), 402, 404, 405, 409, 410, 425, 429, 503)
@@ -104,11 +102,6 @@ class Completion:
     states: bool = False
     reshaped: bool = False
     ends_at_once: bool = False
-
-    @property
-    def reply_bytes(self) -> int:
-        """Bound of a reply's size."""
-        return REPLY_BYTES + self.max_new_tokens * (_TOKEN_BYTES + self.teacher * _ENTRY_BYTES)
 
 
 @dataclass(frozen=True)
@@ -295,13 +288,8 @@ class Server:
     async def models(self, client: httpx.AsyncClient) -> dict[str, JsonObject]:
         """Return what /models lists, by name; empty if the server has no such list."""
         try:
-            reply = await fetch(
-                client,
-                "GET",
-                f"{self.base}models",
-                most=REPLY_BYTES,
-                seconds=min(_LIST_TIMEOUT_S, self.timeout_s),
-            )
+            async with asyncio.timeout(min(_LIST_TIMEOUT_S, self.timeout_s)):
+                reply = await client.get(f"{self.base}models")
             if reply.status_code in (404, 405):
                 return {}
             self._check(reply)
@@ -404,15 +392,11 @@ class Server:
         """Return one answer, checked; raise NoAnswer if there is none."""
         path = "../completion" if dialect.api == "llama.cpp" else "completions"
         try:
-            reply = await fetch(
-                client,
-                "POST",
-                urljoin(self.base, path),
-                most=completion.reply_bytes,
-                seconds=self.timeout_s,
-                json=dialect.body(completion, request),
-            )
-        except (httpx.HTTPError, TimeoutError, ReplyTooLong) as error:
+            # httpx bounds the wait for the next bytes only.
+            async with asyncio.timeout(self.timeout_s):
+                body = dialect.body(completion, request)
+                reply = await client.post(urljoin(self.base, path), json=body)
+        except (httpx.HTTPError, TimeoutError) as error:
             raise self._failed(error) from None
         self._check(reply)
         try:

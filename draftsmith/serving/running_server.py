@@ -28,10 +28,7 @@ from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines import AnswerRequest, Key
 from draftsmith.distill.engines.replies import (
-    REPLY_BYTES,
-    ReplyTooLong,
     client_options,
-    fetch_now,
     key_of,
     said,
 )
@@ -268,15 +265,9 @@ class RunningServer:
 
     def _fetch(self, path: str, body: JsonObject | None = None) -> httpx.Response:
         try:
-            return fetch_now(
-                self._client,
-                "GET" if body is None else "POST",
-                f"{self.url}/{path}",
-                most=REPLY_BYTES,
-                seconds=_ANSWER_TIMEOUT_S,
-                json=body,
-            )
-        except (httpx.HTTPError, httpx.InvalidURL, ReplyTooLong) as error:
+            method = "GET" if body is None else "POST"
+            return self._client.request(method, f"{self.url}/{path}", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise InputError(
                 f"--served {self.url}: does not answer ({said(first_line(error), self._key)}); "
                 "start the server, with the command that `draftsmith doctor` prints without "
