@@ -120,17 +120,7 @@ def train(
     with Run(out) as run, generators_kept():
         loaded = _prepare(config, loss)
         job = loaded.job
-        if not read_run(out):
-            if (out / "config.json").exists():
-                raise InputError(
-                    f"{out}: holds a model that this run did not make; choose another `out`"
-                )
-            refuse_foreign(out, ("*.safetensors", "README.md", RECORD))
-        inputs = known_by_content(config)
-        run.begin(f"draft ({config.kind})", job.identity, command, inputs)
-        if not run.resumed and job.drafted is not None:
-            tokens = {"tokens": job.drafted}
-            on_main(lambda: write_sealed(job.draft_vocabulary, tokens))
+        _begin(run, job, command)
         published = from_main(lambda: checkpoint.is_published(job))
         for directory in (job.run_dir, job.checkpoints):
             on_main(partial(remove_leftovers, directory))
@@ -138,7 +128,7 @@ def train(
             on_main(lambda: checkpoint.drop_old(job))
             record = read_record(out)
         else:
-            settings = {"config": job.identity["config"] | inputs}
+            settings = {"config": job.identity["config"] | known_by_content(config)}
             beside = without_secrets(asdict(job.config)) | {"processes": job.world.size}
             tracking.start(
                 job.world.accelerator,
@@ -152,6 +142,21 @@ def train(
     atexit.register(leave_processes)
     summary = {"checkpoint": str(out)} | {key: record[key] for key in _SUMMARY if key in record}
     return summary | pushed(out, config.push_to_hub, "model")
+
+
+def _begin(run: Run, job: TrainingJob, command: str) -> None:
+    """Claim the directory; keep the tokens that a new run chose to draft."""
+    if not read_run(run.out):
+        if (run.out / "config.json").exists():
+            raise InputError(
+                f"{run.out}: holds a model that this run did not make; choose another `out`"
+            )
+        refuse_foreign(run.out, ("*.safetensors", "README.md", RECORD))
+    stage = f"draft ({job.config.kind})"
+    run.begin(stage, job.identity, command, known_by_content(job.config))
+    if not run.resumed and job.drafted is not None:
+        tokens = {"tokens": job.drafted}
+        on_main(lambda: write_sealed(job.draft_vocabulary, tokens))
 
 
 @dataclass

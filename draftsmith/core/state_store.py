@@ -7,7 +7,6 @@ What is missing comes from a forward (`train.frozen_target`), from an engine tha
 A document's states depend only on the target, the tokens, the layer and the dtype:
 
     DIR/<hash of (target, dtype)>/<hash of the tokens>.safetensors
-    DIR/<hash of (target, dtype)>/identity.json
 
 A file has a tensor per layer: `[T, H]`, or `[T - 1, H]` from an engine, which never reads the last
 token. Of n layers, layer n is the raw output of the last, and -1 the state behind the final norm.
@@ -33,21 +32,18 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.hidden_states import final_norm, layout_of
 from draftsmith.core.hub import cached
 from draftsmith.core.io import (
-    JsonObject,
     atomic_file,
     canonical_json,
     hash_json,
     read_json,
     remove_leftovers,
     sha256_file,
-    write_json_atomic,
 )
 from draftsmith.core.models import architecture
 from draftsmith.core.ranks import is_main
 
 log = logging.getLogger(__name__)
 
-_IDENTITY = "identity.json"
 _WEIGHTS = "model.safetensors"
 # Rows of a tensor that tell two checkpoints apart.
 _SAMPLED = 4
@@ -104,8 +100,8 @@ class StateFiles:
     ) -> None:
         self.dtype = dtype
         self._eight_bits = eight_bits
-        self._identity = _identity(fingerprint, _EIGHT_BITS if eight_bits else _name_of(dtype))
-        self._directory = _place_of(directory, self._identity)
+        stored = _EIGHT_BITS if eight_bits else _name_of(dtype)
+        self._directory = _place_of(directory, fingerprint, stored)
         # Files that were whole when they were read.
         self._checked: set[Path] = set()
         if is_main():
@@ -154,9 +150,6 @@ class StateFiles:
                 self._room = 0
                 return
             self._room -= grown
-        identity = file.with_name(_IDENTITY)
-        if not identity.exists():
-            write_json_atomic(identity, self._identity)
         with atomic_file(file) as temporary:
             temporary.write_bytes(content)
 
@@ -201,11 +194,8 @@ class StateFiles:
 StateStore: TypeAlias = StateMemory | StateFiles
 
 
-def _identity(fingerprint: str, dtype: str) -> JsonObject:
-    return {"target": fingerprint, "dtype": dtype, "version": _VERSION}
-
-
-def _place_of(directory: str | Path, identity: JsonObject) -> Path:
+def _place_of(directory: str | Path, fingerprint: str, dtype: str) -> Path:
+    identity = {"target": fingerprint, "dtype": dtype, "version": _VERSION}
     return Path(directory) / hash_json(identity)[:16]
 
 
@@ -229,8 +219,8 @@ class StoredStates(StateFiles):
     """
 
     def __init__(self, directory: str | Path, target: PreTrainedModel, fingerprint: str) -> None:
-        own = _place_of(directory, _identity(fingerprint, _name_of(target.dtype)))
-        eight_bits = _place_of(directory, _identity(fingerprint, _EIGHT_BITS))
+        own = _place_of(directory, fingerprint, _name_of(target.dtype))
+        eight_bits = _place_of(directory, fingerprint, _EIGHT_BITS)
         packed = eight_bits.exists() and not own.exists()
         super().__init__(directory, fingerprint, target.dtype, eight_bits=packed)
         self._place = directory
@@ -242,42 +232,30 @@ class StoredStates(StateFiles):
         self._whole: dict[Path, Path] = {}
 
     def _check_any(self) -> None:
-        if self._directory.exists():
-            return
-        why = "holds no states; write them with draftsmith distill --states"
-        for file in sorted(Path(self._place).glob(f"*/{_IDENTITY}")):
-            kept = read_json(file, "the identity of states", ("target", "dtype"))
-            if kept["target"] == self._identity["target"]:
-                dtype = kept["dtype"]
-                why = f"holds this target's states in {dtype}; give --dtype {dtype}"
-                break
-            why = "holds the states of another target; name the checkpoint that the engine served"
-        raise InputError(f"states: {self._place}: {why}")
+        if not self._directory.exists():
+            raise InputError(
+                f"states: {self._place}: holds no states of this target in {_name_of(self.dtype)}; "
+                "write them with draftsmith distill --states, or give the --dtype that was served"
+            )
 
     def require(
         self, rows: Iterable[Sequence[int]], layers: Sequence[int], length: int, option: str
     ) -> None:
-        """Raise InputError that names what is missing unless the states of every row are here.
+        """Raise InputError unless the states of every row are here.
 
         rows: their tokens, of which the first `length` are read.
         """
-        lacking = 0
-        first = ""
         count = 0
+        lacking = []
         for ids in rows:
             count += 1
-            if self.finds(ids, layers, length):
-                continue
-            lacking += 1
-            if not first:
-                kept = self.layers_of(ids)
-                missing = ", ".join(str(layer) for layer in layers if layer not in kept)
-                shown = ", ".join(map(str, sorted(kept)))
-                first = f"row {count} lacks {missing} and has {shown or 'none'}"
+            if not self.finds(ids, layers, length):
+                lacking.append(ids)
         if lacking:
+            missing = set(layers) - self.layers_of(lacking[0])
             raise InputError(
-                f"states: {self._place}: {lacking} of {count} rows of `{option}` lack states "
-                f"({first}); write them with draftsmith distill --states"
+                f"states: {self._place}: {len(lacking)} of {count} rows of `{option}` lack states "
+                f"(layers {sorted(missing)}); write them with draftsmith distill --states"
             )
 
     def finds(self, ids: Sequence[int], layers: Sequence[int], length: int) -> bool:

@@ -73,14 +73,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         raise InputError(f"--format {config.format}: {broken.message}")
     out = Path(config.out)
     hashes = read_prompt_hashes(Path(source.name))
-    trained = read_record(Path(source.name))
-    record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
-    if target := source.target_name or trained.get("target"):
-        record["target"] = target
-    if trained.get("target_fingerprint"):
-        record["target_fingerprint"] = trained["target_fingerprint"]
-    elif source.target is not None:
-        record["target_fingerprint"] = fingerprint(source.target)
+    record = _origin(source)
     written: JsonObject = {
         "format": config.format,
         "kind": source.kind,
@@ -101,9 +94,22 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
         stage = f"export ({source.kind} as {config.format})"
-        inputs = {"target": target, "draft": source.name}
+        inputs = {"target": record.get("target"), "draft": source.name}
         record_finished(directory, stage, identity(config), command, inputs)
     return {"out": config.out, **written, "files": files, "remarks": _remarks(config, source)}
+
+
+def _origin(source: Source) -> JsonObject:
+    """What is recorded of the draft before it is exported."""
+    trained = read_record(Path(source.name))
+    record: JsonObject = {} if source.kind != "draft" else {"kind": "draft-lm"}
+    if target := source.target_name or trained.get("target"):
+        record["target"] = target
+    if trained.get("target_fingerprint"):
+        record["target_fingerprint"] = trained["target_fingerprint"]
+    elif source.target is not None:
+        record["target_fingerprint"] = fingerprint(source.target)
+    return record
 
 
 def _remarks(config: ExportConfig, source: Source) -> list[str]:
