@@ -44,7 +44,8 @@ class Trained(NamedTuple):
 @options
 class AlignConfig(LargeTargetOptions, RunOptions):
     """Align a draft with a target: distil, train, evaluate. Options that you leave open are chosen
-    and written, with the reasons, to a file per stage, which you can edit.
+    and written, with the reasons, to a file per stage, which you can edit; --print_config stops
+    there.
     """
 
     target: ByContent[Model]
@@ -56,7 +57,7 @@ class AlignConfig(LargeTargetOptions, RunOptions):
     draft: ByContent[Model | None] = None
     """The draft to start from. Without one, train a fresh head."""
     kind: DraftKind | None = None
-    """What to train without --draft. Default: a head that engines take."""
+    """What to train without --draft. Default: EAGLE-3."""
     init: Literal["prune"] | None = None
     """Make the draft to start from in OUT/start, as `draftsmith init --method prune` does."""
     objective: Annotated[list[Spec], Field(min_length=1)] = field(

@@ -26,7 +26,7 @@ from draftsmith.alignment.stage_files import (
 from draftsmith.core.errors import ChangedError, InputError
 from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
 from draftsmith.core.launcher import join_processes
-from draftsmith.core.options import command_line, configured, given_options, known_by_content
+from draftsmith.core.options import command_line, configured, identity, known_by_content
 from draftsmith.core.progress import waiting
 from draftsmith.core.ranks import from_main, on_main, say, with_target
 from draftsmith.core.runs import Run, claim
@@ -127,11 +127,11 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
 
 def _claim(config: AlignConfig, command: str) -> None:
     """Raise InputError if the directory is of a run with other options or prompts."""
-    identity = given_options(config)
+    decides = identity(config)
     if Path(config.prompts).is_file():
-        identity["prompts"] = sha256_file(Path(config.prompts))
+        decides["prompts"] = sha256_file(Path(config.prompts))
     places = known_by_content(config)
-    claim(config.directory, "alignment", {"config": identity}, command, places)
+    claim(config.directory, "alignment", {"config": decides}, command, places)
 
 
 def _begin(config: AlignConfig, command: str) -> None:

@@ -9,7 +9,7 @@ nearest right one.
 import argparse
 import functools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -226,16 +226,19 @@ def parser(
             choices=[*option.choices, *["null"] * option.nullable] if option.choices else None,
             **_words_of(option),
         )
-    parts = dict.fromkeys(option.part for option in table if option.part)
-    if parts:
-        group = arguments.add_argument_group("Options of the stages")
-    for part in parts:
+    for part in dict.fromkeys(option.part for option in table if option.part):
         text = f"An option of `draftsmith {part}`, which its --help explains."
-        group.add_argument(f"--{part}.KEY", metavar="VALUE", help=text)
+        groups[section].add_argument(f"--{part}.KEY", metavar="VALUE", help=text)
     if modes:
         group = arguments.add_argument_group("Other uses; add --help to one for its options")
         for key, what in modes.items():
             group.add_argument(f"--{key}", metavar="...", help=f"{what[0].upper()}{what[1:]}.")
+    _add_common(arguments, table)
+    return arguments
+
+
+def _add_common(arguments: _Parser, table: Sequence[Option]) -> None:
+    """Add the options of every command."""
     common = arguments.add_argument_group("Options of every command")
     text = "YAML file with any of these options; typed ones override it."
     common.add_argument("--config", metavar="FILE", action="append", help=text)
@@ -249,7 +252,6 @@ def parser(
     more = f"; --help=all lists {rare} more" if rare else ""
     text = f"Show this{more}. Names may have - for _."
     common.add_argument("-h", "--help", nargs="?", const="", metavar="all", help=text)
-    return arguments
 
 
 def _words_of(option: Option) -> JsonObject:

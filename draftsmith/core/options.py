@@ -451,7 +451,8 @@ def _part(cls: type, name: str, taken: Iterable[str]) -> Iterator[Option]:
         if not option.required and option.key not in taken:
             decides = option.identity or option.by_content
             part = replace(option, default=None, identity=decides, by_content=False, of=None)
-            yield replace(part, key=f"{name}.{option.key}", part=name)
+            key = f"{name}.{option.key}"
+            yield replace(part, key=key, part=name, section="Options of the stages")
 
 
 def _shown(parts: Iterable[object]) -> str:
@@ -492,17 +493,6 @@ def identity(config: object) -> JsonObject:
     return _values(config, lambda option: option.identity)
 
 
-def given_options(config: object) -> JsonObject:
-    """The options of `identity` that are not at their defaults, by dotted key."""
-    values = identity(config)
-    given = {}
-    for option in options_of(type(config)):
-        value = value_at(values, option.key, option.default)
-        if value != option.default:
-            given[option.key] = value
-    return given
-
-
 def known_by_content(config: object) -> JsonObject:
     """The options marked `ByContent`, as plain values without secrets."""
     return _values(config, lambda option: option.by_content)
@@ -529,7 +519,9 @@ def _values(config: object, is_chosen: Callable[[Option], bool]) -> JsonObject:
     values: JsonObject = {}
     plain = without_secrets(asdict(config))  # type: ignore[call-overload]
     for option in filter(is_chosen, options_of(type(config))):
-        put(values, option.key, value_at(plain, option.key))
+        value = value_at(plain, option.key)
+        if value is not None or not option.part:
+            put(values, option.key, value)
     return values
 
 
