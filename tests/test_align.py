@@ -31,7 +31,7 @@ CONFIG = Path(__file__).parents[1] / "configs" / "accelerate" / "cpu2.yaml"
 SMALL = """--distill.num_samples 2 --distill.max_new_tokens 10 --distill.batch_size 4
     --distill.part_rows 4 --train.steps 6 --train.batch_size 2 --train.accumulation 2
     --train.save_every 2 --train.eval_every 2 --train.heldout_fraction 0.25 --train.optim.lr 1e-3
-    --device cpu --dtype fp32 --eval.max_new_tokens 6 --eval.speed_prompts 0 --eval.bootstrap 100
+    --device cpu --dtype float32 --eval.max_new_tokens 6 --eval.speed_prompts 0 --eval.bootstrap 100
     --policy id""".split()
 # One way to decode instead of those that are chosen by default, where a test is not about them.
 ONE_WAY = ["--eval.tree", "chain:1", "--eval.temperature", "1"]

@@ -102,8 +102,6 @@ def test_every_spelling_of_a_value():
     assert read("--name", "a", "--loud", "false").loud is False
     assert read("--name", "a", "--limit", "3", "--limit", "4").limit == 4
     assert read("--name", "a", "--name", "b").name == "b"
-    for typed in ("bf16", "BF16", "torch.bfloat16", "bfloat16"):
-        assert read("--name", "a", "--dtype", typed).dtype == "bfloat16"
     assert read("--name", "a", "--words", "1", "null", "[x]").words == ["1", "null", "[x]"]
     assert [parse(Options, "test", ["--name", "a", *more])[1] for more in ((), ("--json",))] == [
         False,

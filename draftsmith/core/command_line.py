@@ -62,7 +62,6 @@ def parse(
     lines: dict[str, str] = {}
     for name in typed.get("config", []):
         lines |= _read_file(name, table, values)
-    _refuse_two_names(words, table)
     for key in typed.keys() & table.keys():
         is_null = typed[key] in ("null", "~") and table[key].nullable
         put(values, key, None if is_null else typed[key])
@@ -97,16 +96,6 @@ def sub_command(modes: Iterable[str], argv: list[str]) -> str | None:
     return next(iter(vars(typed)), None)
 
 
-def _refuse_two_names(words: list[str], table: Mapping[str, Option]) -> None:
-    """Raise InputError for a second target or file of prompts, which might be meant as one more.
-    Other options are given anew, as scripts do at the end of a line.
-    """
-    keys = [word.partition("=")[0] for word in words]
-    for key in ("target", "prompts"):
-        if key in table and not table[key].many and keys.count(f"--{key}") > 1:
-            raise InputError(f"--{key}: is given twice; keep one")
-
-
 def asks_all(words: list[str]) -> bool:
     """Whether the help of every option is asked for."""
     return "--help=all" in words or words[-2:] == ["--help", "all"]
@@ -135,13 +124,6 @@ def underscored(word: str) -> str:
     is_key = word.startswith("--") and " " not in key
     name = key.removeprefix("--").replace("-", "_")
     return f"--{name}{equals}{value}" if is_key else word
-
-
-def check_file(cls: type, file: Path) -> None:
-    """Raise InputError, with its line, for a key of a YAML file that the configuration class does
-    not have.
-    """
-    _read_file(str(file), {option.key: option for option in options_of(cls)}, {})
 
 
 def _nearest(key: str, table: Iterable[str], dashes: str = "") -> str:

@@ -12,7 +12,6 @@ import torch
 
 from draftsmith.core.environment import shared
 from draftsmith.core.errors import InputError, first_line
-from draftsmith.core.settings import device_called
 
 
 def resolve_device(device: str) -> torch.device:
@@ -24,7 +23,7 @@ def resolve_device(device: str) -> torch.device:
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true")
         return torch.device("cpu") if on_cpu or not torch.cuda.is_available() else own
     try:
-        resolved = own if device_called(device) == "cuda" else torch.device(device)
+        resolved = own if device == "cuda" else torch.device(device)
         torch.zeros(1, device=resolved).item()
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise InputError(

@@ -33,7 +33,7 @@ from draftsmith.core.large_target import (
 )
 from draftsmith.core.ranks import from_each
 from draftsmith.core.records import check_weights
-from draftsmith.core.settings import Quantize as Quantize, dtype_called
+from draftsmith.core.settings import Quantize as Quantize
 from draftsmith.core.shapes import Loading, read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
@@ -174,12 +174,11 @@ def _leave_out_layers(name: str, options: Loading) -> int:
 
 def weights_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     """The dtype that a model is loaded in; "auto" is the checkpoint's own."""
-    try:
-        called = dtype_called(dtype)
-    except ValueError as error:
-        raise InputError(f"--dtype {dtype}: {error}") from None
+    called = str(dtype).removeprefix("torch.")
     if called == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
+    if called not in DTYPES:
+        raise InputError(f"--dtype {dtype}: use auto, {', '.join(DTYPES)}")
     return DTYPES[called]
 
 

@@ -59,7 +59,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.core.errors import InputError, nearest_option, without_secrets
 from draftsmith.core.io import JsonObject, hash_json, sha256_file
-from draftsmith.core.settings import MIN_TEMPERATURE, device_called, device_map_called, dtype_called
+from draftsmith.core.settings import MIN_TEMPERATURE, device_map_called
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -156,8 +156,8 @@ Prompts = Annotated[str, Shown("FILE|HUB")]
 NamedPrompts = Annotated[str, Shown("NAME=PATH")]
 Out = Annotated[Text, AfterValidator(os.path.expanduser), Shown("DIR")]
 OutFile = Annotated[Text, AfterValidator(os.path.expanduser), Shown("FILE")]
-Device = Annotated[str, AfterValidator(device_called)]
-Dtype = Annotated[str, AfterValidator(dtype_called)]
+Device = str
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceMap = Annotated[str, AfterValidator(device_map_called), Shown("auto|auto:GIB")]
 
 
@@ -252,7 +252,7 @@ class ModelOptions(CodeOptions):
     device: NotIdentity[Device] = "auto"
     """auto, cpu, cuda or cuda:N."""
     dtype: Rare[Dtype] = "auto"
-    """Weights: auto (float32 on a CPU, else the checkpoint's own), float32, bfloat16 or float16."""
+    """Type of the weights; auto is float32 on a CPU, else the checkpoint's own."""
 
 
 @options

@@ -64,26 +64,6 @@ class Sampling:
         return {key: values[key] for key in _SAMPLING} | on
 
 
-def dtype_called(name: object) -> str:
-    """Return our name of a type of weights, which other tools shorten. Raise ValueError for an
-    unknown one.
-    """
-    given = str(name).lower().removeprefix("torch.")
-    called = read_words(__file__)["dtypes"]
-    if given not in called.values():
-        given = called.get(given, "")
-    if not given:
-        raise ValueError(f"must be one of {', '.join(sorted({*called.values()}))}")
-    return given
-
-
-def device_called(name: str) -> str:
-    """Return the name of a device as it is. Raise ValueError for a GPU by another name."""
-    if re.fullmatch(r"gpu(:\d+)?|nvidia|\d+", name.lower()):
-        raise ValueError("a GPU is called cuda, or cuda:N by number")
-    return name
-
-
 def device_map_called(value: str) -> str:
     """Return where a target's layers go, as it is. Raise ValueError for what is not a way."""
     if not re.fullmatch(r"auto(:\d*\.?\d+)?", value):

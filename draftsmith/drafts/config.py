@@ -39,7 +39,7 @@ class ExportConfig(RevisionOptions):
     target: Model | None = None
     """The target of a head. Default: the one in the record of the checkpoint."""
     dtype: Dtype = "auto"
-    """Type of the weights on disk: float32, bfloat16, float16; auto: the draft's own."""
+    """Type of the weights on disk; auto is the draft's own."""
     type: Text | None = None
     """gguf: llama.cpp's type of the matrices: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0.
     Default: by `--dtype`.

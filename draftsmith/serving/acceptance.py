@@ -65,10 +65,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
     pair = _load(config)
-    given: dict[str, float | None] = {"temperature": config.temperature}
-    if config.temperature is None and server.engine != "llamacpp":
-        given["repetition_penalty"] = None  # which these servers read from the target too
-    sampling = resolve_sampling(config.target, pair.target, given).sampling
+    sampling = _sampling(server, pair, config)
     asked = ask(server, pair, config, sampling)
     answers = [each.answer for each in asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
@@ -79,7 +76,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     predicted = replay(case, tokens)
     likelihood = estimate(predicted.likelihood, resamples(groups, RESAMPLES, seed=0))
     own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
-    other_texts = _other_texts(asked, predicted.own_tokens) if sampling.greedy else []
+    own_tokens = predicted.own_tokens
     if not own_texts:
         rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
         predicted = replay(replace(case, rows=rows), tokens)
@@ -108,7 +105,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "definitions": _definitions(answers, emitted),
         "likelihood": likelihood,
         "own_texts": own_texts,
-        "other_texts": other_texts,
+        "other_texts": _other_texts(asked, own_tokens) if sampling.greedy else [],
         "other_target": next(iter(other_targets([config.draft], pair.target)), None),
         **judged,
     }
@@ -156,6 +153,13 @@ def _load(config: ServedConfig) -> Pair:
     if date is not None:
         say(f"the chat template prints the date; in these prompts it is {date}")
     return pair
+
+
+def _sampling(server: RunningServer, pair: Pair, config: ServedConfig) -> Sampling:
+    given: dict[str, float | None] = {"temperature": config.temperature}
+    if config.temperature is None and server.engine != "llamacpp":
+        given["repetition_penalty"] = None  # which these servers read from the target too
+    return resolve_sampling(config.target, pair.target, given).sampling
 
 
 def _rule(
