@@ -344,6 +344,14 @@ def test_a_draft_takes_a_part_of_the_vocabulary(door, words, tmp_path):
     assert (out / "jsd" / FILE).is_file()
 
 
+def test_the_help_is_short_and_points_at_the_commands_of_the_stages(door):
+    for words in ("--help=all", "--help"):
+        printed, _ = door.ok("align", words)
+        for name in ("distill", "train", "eval"):
+            assert f"--{name}.KEY VALUE" in printed and f"`draftsmith {name}`" in printed
+    assert len(re.findall(r"^  -", printed, re.MULTILINE)) <= 20
+
+
 def facts(**changed: Any) -> Facts:
     usual: dict[str, Any] = {
         "chats": False,

@@ -30,7 +30,7 @@ from draftsmith.core.options import command_line, configured, identity, known_by
 from draftsmith.core.progress import waiting
 from draftsmith.core.ranks import from_main, on_main, say, with_target
 from draftsmith.core.runs import Run, claim
-from draftsmith.core.settings import LARGE
+from draftsmith.core.settings import LARGE, loading
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
 from draftsmith.eval.evaluate import evaluate
@@ -127,7 +127,7 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
 
 def _claim(config: AlignConfig, command: str) -> None:
     """Raise InputError if the directory is of a run with other options or prompts."""
-    decides = identity(config)
+    decides = identity(config) | loading(config)
     if Path(config.prompts).is_file():
         decides["prompts"] = sha256_file(Path(config.prompts))
     places = known_by_content(config)
