@@ -26,7 +26,7 @@ import time  # noqa: E402
 import warnings  # noqa: E402
 
 from draftsmith import __version__  # noqa: E402
-from draftsmith.cli.commands import COMMANDS, instead_of, print_completion, run  # noqa: E402
+from draftsmith.cli.commands import COMMANDS, print_completion, run  # noqa: E402
 from draftsmith.cli.examples import ROAD  # noqa: E402
 from draftsmith.core.environment import brief_waiting, keep_freed_memory, limit_threads  # noqa: E402
 from draftsmith.core.errors import (  # noqa: E402
@@ -34,6 +34,7 @@ from draftsmith.core.errors import (  # noqa: E402
     LauncherError,
     RequirementError,
     RunError,
+    nearest,
     one_line,
     printable,
     ran_out,
@@ -114,7 +115,8 @@ def _prepare(words: list[str]) -> int | None:
         print_completion(words[1:])
         return 0
     if name not in COMMANDS:
-        say(f"draftsmith: {name!r} is not a command; {instead_of(name)}")
+        fix = nearest(name, COMMANDS, "the commands are")
+        say(f"draftsmith: {name!r} is not a command; {fix}")
         return 2
     # Escape characters that the terminal cannot show, instead of ending the run.
     for stream in (sys.stdout, sys.stderr):

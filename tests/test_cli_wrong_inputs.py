@@ -13,8 +13,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("", "usage"),
         ("distil", "did you mean distill?"),
         ("zzz", "the commands are"),
-        ("serve", "doctor prints the command with which each engine serves a pair"),
-        ("generate", "did you mean decode?"),
         ("--print_shtab fish", "expected one of bash, zsh, tcsh"),
         (
             "train --config {unknown}",

@@ -174,7 +174,7 @@ def how_much(results: Results) -> Evidence:
     )
 
 
-# Heads of `benchmarks.studies.long_texts`.
+# Heads of the study of long texts.
 LENGTHS = {
     "kept": "the kept head",
     "short": "then rows of 256",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.cli.command_result import CommandResult
 from draftsmith.cli.examples import EXAMPLES
-from draftsmith.core.errors import InputError, RequirementError, nearest, shown
+from draftsmith.core.errors import InputError, RequirementError, shown
 
 if TYPE_CHECKING:
     from draftsmith.alignment.config import AlignConfig
@@ -386,14 +386,6 @@ COMMANDS = {
         alone="directory",
     ),
 }
-
-
-def instead_of(name: str) -> str:
-    """Say what to type instead of a command that does not exist."""
-    from draftsmith.core.io import read_words
-
-    meant: str | None = read_words(__file__).get(name)
-    return meant or nearest(name, COMMANDS, "the commands are")
 
 
 SHELLS = ("bash", "zsh", "tcsh")
