@@ -235,7 +235,8 @@ class BatchRun:
         self._is_known = VERIFIERS.get(parts.verifier.name) is parts.verifier
 
     def _start(self, prompts: Sequence[Sequence[int]], drawing: Drawing) -> Session:
-        parts, options = self.parts, self.options
+        parts = self.parts
+        options = self.options
         room = options.max_new_tokens + parts.tree.size + self.num_copied + 1
         known = [prompt[:-1] for prompt in prompts]
         hidden = self.runner.prefill(known, room, self.hidden_layers)
@@ -310,7 +311,9 @@ class BatchRun:
             proposal = in_bucket(proposal, len(self.batch))
         forward = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
         question = Question(proposal, self._last_B1(), forward.inputs, self.seen)
-        least, most_copied, checks = self._least, self.num_copied, self._first
+        least = self._least
+        most_copied = self.num_copied
+        checks = self._first
         if self._follows(u_BU):
             scored = score(forward, question, sampling, least)
             return by_own_tokens(proposal, scored, sampling, u_BU)
@@ -329,7 +332,8 @@ class BatchRun:
         return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)
 
     def _block(self, proposal: Proposal) -> Block:
-        tree, copied = proposal.tree, proposal.num_copied
+        tree = proposal.tree
+        copied = proposal.num_copied
         if tree.rows == 1 and not self.parts.tree.grows:
             return _static_block(tree, copied)
         return _block_of(tree, copied, static=False)
@@ -373,7 +377,8 @@ class BatchRun:
         return ended
 
     def _refuse(self, row: _Row, *, of_draft: bool) -> None:
-        target, proposer = self.parts.target, self.parts.proposer
+        target = self.parts.target
+        proposer = self.parts.proposer
         name = f"target {target.name_or_path or type(target).__name__}"
         if of_draft and proposer is not None:
             name = proposer.name

@@ -85,7 +85,7 @@ class Packed(nn.Module):
     Between `kernel_products` the kernel multiplies; outside, torch does, as `own` would.
     """
 
-    def __init__(self, own: nn.Module, place: PackedRows, parameter: Any) -> None:
+    def __init__(self, own: nn.Module, place: PackedRows, parameter: nn.Parameter) -> None:
         nn.Module.__init__(self)
         vars(self).update(vars(own))
         self._parameters = own._parameters | {"weight": parameter}
@@ -94,9 +94,9 @@ class Packed(nn.Module):
         # (`drafts.heads.borrowed`).
         self.dtype = place.dtype
 
-    def _values(self) -> Any:
-        kept: Any = self._parameters["weight"]
-        return kept if kept.numel() else self.place.values()
+    def _values(self) -> Tensor:
+        kept = self._parameters["weight"]
+        return self.place.values() if kept is None or not kept.numel() else kept
 
     weight: Any = property(_values)
 
@@ -174,7 +174,7 @@ class Packs:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         # By parameter, the modules that hold it.
-        self._slots: dict[Tensor, list[_Slot]] = defaultdict(list)
+        self._slots: dict[nn.Parameter, list[_Slot]] = defaultdict(list)
         self._rows: PackedMatrix | None = None
         self.parameters = 0 if model is None else parameter_count(model)
         modules = [] if model is None else list(model.modules())
@@ -223,7 +223,7 @@ class Packs:
         first = 0
         for linear, weight in zip(linears, weights, strict=True):
             dtype = torch.float32 if four_bits else weight.dtype
-            count: Any = matrix.outputs if len(weights) == 1 else linear.out_features
+            count = linear.out_features if isinstance(linear, nn.Linear) else matrix.outputs
             self._replace(linear, PackedRows(matrix, first, count, dtype, transposed))
             first += count
         # glibc would keep much of the replaced weights.
@@ -241,7 +241,7 @@ class Packs:
             weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
         self._slots[weight] = slots
         for parent, name in slots:
-            module: Any = parent._modules[name]
+            module = parent.get_submodule(name)
             kind = _packed_kind(module)
             if kind is not None:
                 parent._modules[name] = kind(module, place, weight)

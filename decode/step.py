@@ -101,7 +101,9 @@ def by_own_tokens(
         largest_BM = best.values[..., 0]
     else:
         p_BV = probs(logits_BMV[:, 0], sampling)
-        own_BM = draw(p_BV, u_BU[:, 0].to(p_BV.device)).unsqueeze(1)
+        u_B = u_BU[:, 0].to(p_BV.device)
+        own_B = draw(p_BV, u_B)
+        own_BM = own_B.unsqueeze(1)
         largest_BM = logits_BMV.amax(2)
     own = own_BM.tolist()
     copied = [row[proposal.nodes :] for row in own]
@@ -148,7 +150,8 @@ def by_rule(
         if u_BC is None:
             facts.append(largest(p_BCV, 1).indices[..., 0])
         else:
-            facts.append(draw(p_BCV, u_BC[:, : proposal.num_copied]))
+            u_BC = u_BC[:, : proposal.num_copied]
+            facts.append(draw(p_BCV, u_BC))
         copies_C = torch.arange(nodes, p_BMV.shape[1], device=p_BMV.device)
         nodes_BD = torch.cat([nodes_BD, copies_C.expand(len(p_BMV), -1)], dim=1)
     return Ruled(torch.cat(facts, dim=1), p_BMV, _on_path(scored.states, nodes_BD))
@@ -172,7 +175,8 @@ def on_host(proposal: Proposal, ruled: Ruled, nodes: int) -> Judged:
         places = []
         for walk in walks:
             start = 1 + depth * walk.copied
-            places.append(list(range(start, start + len(walk.path))))
+            numbers = range(start, start + len(walk.path))
+            places.append(list(numbers))
         states = _at_paths(states, places)
     return Judged(finite_B, walks, states, lambda: ruled.p_BMV[:, :nodes])
 

@@ -430,7 +430,7 @@ def compiler(tmp_path):
     return str(script)
 
 
-@pytest.mark.parametrize("wrong", ["", "its owner", "its mode", "owner of the place", "link"])
+@pytest.mark.parametrize("wrong", ["", "its owner", "its mode"])
 def test_a_library_that_another_user_could_have_written_is_not_loaded(
     wrong, compiler, tmp_path, monkeypatch
 ):
@@ -450,12 +450,6 @@ def test_a_library_that_another_user_could_have_written_is_not_loaded(
         library.chmod(0o666)
     elif wrong == "its owner":
         os.chown(library, 1234, -1)
-    elif wrong == "owner of the place":
-        os.chown(library.parent, 1234, -1)
-    elif wrong == "link":
-        (tmp_path / "link").symlink_to(cache)
-        os.chown(tmp_path / "link", 1234, -1, follow_symlinks=False)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
     loaded = native._load(compiler)._name
     assert loaded == str(library) if not wrong else "/cache/" not in loaded
 

@@ -370,27 +370,23 @@ def _private_cache() -> Path | None:
     """Return the directory of built libraries, where no other user can put one; None if there is
     none.
     """
-    me = os.geteuid()
     # RuntimeError: no HOME, and a user without an entry, as in containers.
     with suppress(OSError, RuntimeError):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         directory = cache.absolute() / "draftsmith"
-        for folder in (directory, *directory.parents):
-            if folder.is_symlink() and folder.lstat().st_uid not in (0, me):
-                return None
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if directory.stat().st_uid == me:
-            directory.chmod(0o700)
-            return directory
+        # Fails if the directory is another user's.
+        directory.chmod(0o700)
+        return directory
     return None
 
 
 def _cached(library: Path) -> ctypes.CDLL | None:
     """Load a library that is this user's own, that only he can write, and that is whole."""
-    with suppress(OSError), open(os.open(library, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-        made = os.fstat(file.fileno())
+    with suppress(OSError):
+        made = library.stat()
         is_own = made.st_uid == os.geteuid() and not made.st_mode & 0o022
-        content = file.read()
+        content = library.read_bytes()
         if is_own and hashlib.sha256(content[:-32]).digest() == content[-32:]:
             return ctypes.CDLL(str(library))
     return None

@@ -26,7 +26,7 @@ from draftsmith.core.transformers_api import FULL, CausalLMOutput
 from draftsmith.decode.cache import TreeCache
 from draftsmith.decode.compiled.runner import make_runner
 from draftsmith.decode.compiled.steps import steps_for
-from draftsmith.decode.packed_weights import FusedLinear, Packs, packs_of
+from draftsmith.decode.packed_weights import Packs, packs_of
 from draftsmith.decode.propose.network import (
     CachedNetwork,
     Frontier,
@@ -293,7 +293,9 @@ class _BlockNetwork(_EagleNetwork):
         prompts = [prompt[:-1] for prompt in setup.prompts]
         self.runner.prefill(prompts, room, features_BTH=features_BTH)
         self.deepest = setup.tree.depth
-        self.draft_rows = self._packed_rows(self.runner.packs)
+        # Torch multiplies up to four rows in bf16 slowly.
+        packs = self.runner.packs
+        self.draft_rows = packs.rows(self.head.rows_DH) if packs and self.head.reduced else None
         self.rows = [_Pending([prompt[-1]], features_BTH[0, :0]) for prompt in setup.prompts]
 
     def open(self) -> Tensor:
@@ -315,24 +317,12 @@ class _BlockNetwork(_EagleNetwork):
         if self.draft_rows is None:
             self.raw_BDV = self.head.raw_logits(states_BDH)
         else:
-            raw_XV = self.draft_rows(states_BDH.flatten(0, 1).float())
+            states_XH = states_BDH.flatten(0, 1).float().contiguous()
+            bias_D = self.head.bias_D
+            raw_XV = self.draft_rows.linear(states_XH, None if bias_D is None else bias_D.float())
             self.raw_BDV = raw_XV.unflatten(0, states_BDH.shape[:2]).to(states_BDH.dtype)
         self.roots_B1 = tokens_BT[:, self.known : self.known + 1]
         return self._logits_below(self.roots_B1)
-
-    def _packed_rows(self, packs: Packs | None) -> FusedLinear | None:
-        """Pack the target's output projection of a reduced draft vocabulary, because torch
-        multiplies up to four rows in bf16 slowly.
-        """
-        if packs is None or not self.head.reduced:
-            return None
-        matrix = packs.rows(self.head.rows_DH)
-        if matrix is None:
-            return None
-        linear = nn.Linear(matrix.inputs, matrix.outputs, bias=False, device="meta")
-        if self.head.bias_D is not None:
-            linear.bias = nn.Parameter(self.head.bias_D, requires_grad=False)
-        return FusedLinear([linear], matrix, torch.float32)
 
     def extend(self, frontier: Frontier) -> Tensor:
         self.depth += 1

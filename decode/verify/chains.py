@@ -47,19 +47,23 @@ class _Chain:
         if proposal.q_BEV is not None:
             self.q_x_BD = proposal.q_BEV[rows_B1, self.groups_BD, self.x_BD]
 
-    def end(self, accepted_B: Tensor, w_B: Tensor, u_B: Tensor) -> Verdict:
+    def end(self, accepted_B: Tensor, u_B: Tensor, w_B: Tensor | None = None) -> Verdict:
         """Accept this many tokens. If the next one was refused, draw from (w p - q)+, else from
-        p.
+        p. w: 1 by default.
         """
         last_B1 = accepted_B.clamp(max=self.depth - 1).unsqueeze(1)
-        open_B = (accepted_B < self.depth) & self.offered_BD.gather(1, last_B1)[:, 0]
+        offered_B = self.offered_BD.gather(1, last_B1).squeeze(1)
+        open_B = (accepted_B < self.depth) & offered_B
         left_BV = at_node(self.p_BMV, accepted_B)
         if not known_empty(open_B):
             if self.proposal.q_BEV is None:
                 q_BV = torch.zeros_like(left_BV).scatter_(1, self.x_BD.gather(1, last_B1), 1.0)
             else:
-                q_BV = at_node(self.proposal.q_BEV, self.groups_BD.gather(1, last_B1)[:, 0])
-            share_B = (1 / w_B).masked_fill(~open_B, 0.0)
+                group_B = self.groups_BD.gather(1, last_B1).squeeze(1)
+                q_BV = at_node(self.proposal.q_BEV, group_B)
+            share_B = open_B.to(left_BV.dtype)
+            if w_B is not None:
+                share_B = torch.where(open_B, 1 / w_B, share_B)
             left_BV, _ = refuse(left_BV, q_BV, share_B.unsqueeze(1))
         nodes_D = torch.arange(1, self.depth + 1, device=u_B.device)
         nodes_BD = torch.where(nodes_D <= accepted_B.unsqueeze(1), nodes_D, 0)
@@ -80,7 +84,7 @@ def speculative(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     uq_BD = u_BU[:, : chain.depth] * chain.q_x_BD
     taken_BD = (uq_BD < chain.p_x_BD) & chain.offered_BD
     accepted_B = taken_BD.long().cumprod(1).sum(1)
-    return chain.end(accepted_B, torch.ones_like(p_BMV[:, 0, 0]), u_BU[:, -1])
+    return chain.end(accepted_B, u_BU[:, -1])
 
 
 def block(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
@@ -99,20 +103,23 @@ def block(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     ratio_BD = chain.p_x_BD / chain.q_x_BD.clamp(min=tiny(p_BMV))
     weights_B = [torch.ones_like(ratio_BD[:, 0])]
     for ratio_B in ratio_BD.unbind(1):
-        weights_B.append((weights_B[-1] * ratio_B).clamp(max=1))
+        weight_B = weights_B[-1] * ratio_B
+        weights_B.append(weight_B.clamp(max=1))
     w_BM = torch.stack(weights_B, dim=1)
     keep_B = [weights_B[-1]]
     for node in range(chain.depth - 1, 0, -1):
         q_BV = at_node(proposal.q_BEV, chain.groups_BD[:, node])
         wp_BV = p_BMV[:, node] * w_BM[:, node, None]
-        mass_B = (wp_BV - q_BV).clamp_(min=0).sum(1)
+        left_BV = (wp_BV - q_BV).clamp_(min=0)
+        mass_B = left_BV.sum(1)
         shorter_B = keep_probability(weights_B[node], mass_B)
         keep_B.append(torch.where(chain.offered_BD[:, node], shorter_B, weights_B[node]))
     keep_BD = torch.stack(keep_B[::-1], dim=1)
     taken_BD = (u_BU[:, : chain.depth] < keep_BD) & chain.offered_BD
     prefixes_D = torch.arange(1, chain.depth + 1, device=u_BU.device)
     accepted_B = (prefixes_D * taken_BD).amax(1)
-    return chain.end(accepted_B, w_BM.gather(1, accepted_B.unsqueeze(1))[:, 0], u_BU[:, -1])
+    w_B1 = w_BM.gather(1, accepted_B.unsqueeze(1))
+    return chain.end(accepted_B, u_BU[:, -1], w_B1.squeeze(1))
 
 
 def keep_probability(w_B: Tensor, mass_B: Tensor) -> Tensor:

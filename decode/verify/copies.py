@@ -54,7 +54,9 @@ def along_copies(
 
 
 def _along(copy: list[int], walk: Walk, own_C: Sequence[int], first: int) -> Walk:
-    path, emitted, is_open = walk.path, walk.emitted, walk.is_open
+    path = walk.path
+    emitted = walk.emitted
+    is_open = walk.is_open
     goes_on = emitted == copy[: len(emitted)]
     if goes_on:
         count = len(emitted)
