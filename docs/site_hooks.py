@@ -20,7 +20,7 @@ MADE_FROM = {
     "../CONTRIBUTING.md": "contributing.md",
     "../CHANGELOG.md": "changelog.md",
     "../draftsmith/cli/commands.py": "reference-commands.md",
-    "../eval/definitions.yaml": "reference-figures.md",
+    "../eval/figures.py": "reference-figures.md",
 }
 
 
@@ -106,7 +106,7 @@ def options(cls: type) -> list[tuple[str, str, str, str]]:
 
 def figures() -> str:
     """What every figure in results.json means, from its own definitions."""
-    from draftsmith.eval.schema import definitions
+    from draftsmith.eval.figures import definitions
 
     rows = "\n".join(f"| **{name}** | {text} |" for name, text in definitions().items())
     return (

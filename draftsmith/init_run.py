@@ -46,6 +46,7 @@ from draftsmith.drafts.make.size import too_costly
 from draftsmith.drafts.make.transplant import transplant
 from draftsmith.eval import decoding
 from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.counts import of_method
 from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.data import load_examples
 
@@ -226,7 +227,7 @@ def _alphas(
     drafted. Without texts, these are None.
     """
     keys = {
-        "alpha": "sum",
+        "alpha": "alpha",
         "alpha_greedy_draft": "greedy",
         "alpha_match": "match",
         "missing_mass": "missing",
@@ -234,6 +235,6 @@ def _alphas(
     if not texts:
         return {"positions": 0} | dict.fromkeys(keys)
     measured = measure_alphas(target, {"draft": draft}, texts, _DRAWN, batch_size=_BATCH)
-    sums: JsonObject = {**measured["draft"]}
-    count = sum(sums["count"])
-    return {"positions": count} | {key: sum(sums[name]) / count for key, name in keys.items()}
+    sums = {key: sum(values) for key, values in of_method(measured["draft"]).items()}
+    means = {key: sums[name] / sums["positions"] for key, name in keys.items()}
+    return {"positions": sums["positions"], **means}

@@ -20,7 +20,6 @@ independent.
 Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D depths, N positions.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -34,7 +33,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.sampling import draw, generator, row_seed, uniforms
+from draftsmith.core.sampling import draw
 from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 from draftsmith.drafts.heads import Head
@@ -69,11 +68,8 @@ class Continuation:
 class Positions:
     """Every position of some texts, one after another, with one draft: what target and draft sample
     from there, and the draft's logits.
-
-    start: number of the first text.
     """
 
-    start: int
     texts: Sequence[Continuation]
     p_NV: Tensor
     q_NV: Tensor
@@ -84,30 +80,12 @@ class Positions:
         """Positions of each text."""
         return [len(text.output_ids) for text in self.texts]
 
-    def sums(self, values: Tensor, chosen: Sequence[int] | slice = slice(None)) -> list[Any]:
-        """Sum values over each text. chosen: their positions, if not all."""
+    def sums(self, values: Tensor) -> list[Any]:
+        """Sum values over each text."""
         rows = np.repeat(np.arange(len(self.texts)), self.lengths)
         sums = np.zeros((len(self.texts), *values.shape[1:]))
-        np.add.at(sums, rows[chosen], values.cpu().numpy())
+        np.add.at(sums, rows, values.cpu().numpy())
         return list(sums.tolist())
-
-    def drawn(
-        self, counts: Sequence[int], shape: tuple[int, ...], what: str, seed: int
-    ) -> tuple[list[int], Tensor]:
-        """Choose `counts[text]` positions spread over each text; return them, and uniforms of a
-        shape for each. Each text has its own stream, the same for every draft.
-        """
-        chosen: list[int] = []
-        values = []
-        first = 0
-        for text, length, most in zip(self.texts, self.lengths, counts, strict=True):
-            count = min(most, length)
-            stream = generator(row_seed(seed, f"{text.id}/{what}"))
-            drawn = uniforms([stream], count * math.prod(shape))
-            values.append(drawn.view(count, *shape))
-            chosen += [first + (2 * i + 1) * length // (2 * count) for i in range(count)]
-            first += length
-        return chosen, torch.cat(values)
 
 
 @torch.inference_mode()

@@ -257,50 +257,41 @@ def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | No
     return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
 
 
-def signs(
-    figures: Sequence[Estimate | Row | None], *, ratios: bool = False, level: float = LEVEL
-) -> list[int | None]:
-    """Return the sign of each estimate of one family: 1 or -1 at a level, 0 if undecided, None
-    without an interval.
+def signs(speedups: Sequence[Mapping[str, Any] | None], level: float = LEVEL) -> list[int | None]:
+    """Return for each of a family of speedups 1 if it is above one at a level, -1 if it is below,
+    0 if neither is shown, None without an interval.
 
-    ratios: compare the logarithm of each estimate, such as a speedup, with that of one.
-
-    A sign needs an interval on its side of zero, and one-sided significance under Holm's correction
-    over the family, by Student's t with the standard error that the interval implies.
+    That takes an interval of its logarithm on that side, and one-sided significance under Holm's
+    correction over the family, by Student's t with the standard error that the interval implies.
     """
     tests = {}
-    for index, figure in enumerate(figures):
-        if (test := _test_of(figure, ratios=ratios)) is not None:
-            tests[index] = test
-    result: list[int | None] = [0 if index in tests else None for index in range(len(figures))]
+    for index, row in enumerate(speedups):
+        if row is not None and row["low"] is not None:
+            tests[index] = _test_of(row)
+    found: list[int | None] = [0 if index in tests else None for index in range(len(speedups))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
         p_values = holm([stdtr(test.freedom, -side * test.t) for test in tests.values()])
         for (index, test), p in zip(tests.items(), p_values, strict=True):
             if test.side == side and p <= (1 - level) / 2:
-                result[index] = side
-    return result
+                found[index] = side
+    return found
 
 
 class _Test(NamedTuple):
-    """Student's t of an estimate against zero, and the side of zero that its interval is on."""
+    """Student's t of a logarithm against zero, and the side of zero that its interval is on."""
 
     t: float
     freedom: int
     side: int
 
 
-def _test_of(figure: Estimate | Row | None, *, ratios: bool) -> _Test | None:
-    if figure is None:
-        return None
-    ends: list[Any] = [figure["value"], figure["low"], figure["high"]]
-    if None in ends:
-        return None
-    freedom = figure["n"] - 1
-    if ratios and min(ends) <= 0:
+def _test_of(row: Mapping[str, Any]) -> _Test:
+    freedom = row["n"] - 1
+    if row["low"] <= 0:
         # It may be anything, and counts as one of the family.
         return _Test(0.0, freedom, 0)
-    value, low, high = map(math.log, ends) if ratios else ends
+    value, low, high = map(math.log, (row["value"], row["low"], row["high"]))
     t = value * 2 * half_width(freedom) / max(high - low, 1e-12)
     return _Test(t, freedom, int(low > 0) - int(high < 0))
 

@@ -6,14 +6,15 @@ a part of the answers, such as the tokens of a span, have the same keys as those
 
 import zlib
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from draftsmith.core.io import JsonObject
+from draftsmith.decode.method import Method
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -41,7 +42,54 @@ KEYS = (*Where._fields, "key")
 COLUMNS = (*Where._fields, "prompt", "group", "key", "value")
 
 
-class _Count(NamedTuple):
+class Count(NamedTuple):
+    """One count of every prompt of a set, as a cell of an evaluation keeps it."""
+
+    key: str
+    values_P: Sequence[float]
+    tree: str | None = None
+    rule: str | None = None
+    depth: int | None = None
+    part: str | None = None
+
+
+def decoded(
+    method: Method | None, key: str, values_P: Sequence[float], depth: int | None = None
+) -> Count:
+    """Return a count of decoding by a method; None: of the target alone."""
+    if method is None:
+        return Count(key, values_P)
+    return Count(key, values_P, method.tree, method.verifier, depth)
+
+
+def of_method(counts: Iterable[Count], method: Method | None = None) -> dict[str, Sequence[float]]:
+    """Return the counts of whole answers by a method, or (None) without decoding, by their key."""
+    how = (method.tree, method.verifier) if method else (None, None)
+    found = {}
+    for count in counts:
+        if (count.tree, count.rule) == how and count.depth is None and count.part is None:
+            found[count.key] = count.values_P
+    return found
+
+
+class CellCounts(TypedDict):
+    """A cell of an evaluation, as a file keeps it."""
+
+    counts: list[Count]
+
+
+def at_depths(method: Method, key: str, rows_PD: Sequence[Sequence[float]]) -> list[Count]:
+    """Return a count for each depth, of what prompts have by depth; 0 where they have no such
+    depth.
+    """
+    counts = []
+    for depth in range(max(map(len, rows_PD), default=0)):
+        values_P = [row_D[depth] if depth < len(row_D) else 0 for row_D in rows_PD]
+        counts.append(decoded(method, key, values_P, depth + 1))
+    return counts
+
+
+class _Column(NamedTuple):
     where: Where
     key: str
     groups_P: npt.NDArray[np.int32]
@@ -52,7 +100,7 @@ class _Count(NamedTuple):
 class Tally:
     """Counts as they are measured. `table()` has a row for each."""
 
-    counts: list[_Count] = field(default_factory=list)
+    counts: list[_Column] = field(default_factory=list)
 
     def append(
         self, where: Where, key: str, groups_P: Sequence[int], values_P: npt.ArrayLike
@@ -60,7 +108,17 @@ class Tally:
         """Add one count of the first prompts of a set. groups: the group of every prompt."""
         values = np.asarray(values_P, np.float64)
         groups = np.asarray(groups_P[: len(values)], np.int32)
-        self.counts.append(_Count(where, key, groups, values))
+        self.counts.append(_Column(where, key, groups, values))
+
+    def extend(
+        self, where: Where, groups_P: Sequence[int], counts: Iterable[Sequence[Any]]
+    ) -> None:
+        """Add the counts of a cell, as it was read. where: what is common to them."""
+        for count in map(Count._make, counts):
+            here = where._replace(
+                tree=count.tree, rule=count.rule, depth=count.depth, part=count.part
+            )
+            self.append(here, count.key, groups_P, count.values_P)
 
     def table(self) -> "DataFrame":
         """Return the counts as a DataFrame with `COLUMNS`; those that name things are

@@ -27,16 +27,21 @@ from draftsmith.decode import (
     Generation,
     SpeculativeDecoder,
 )
+from draftsmith.decode.method import Method
+from draftsmith.decode.propose.sources import AnyDraft, JoinedDraft, proposer_of
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.copying import AnyDraft, JoinedDraft, proposer_of
-from draftsmith.eval.method import Method
+from draftsmith.eval.counts import TARGET, CellCounts, Count, at_depths, decoded
 
 WARM_UP_TOKENS = 8
-# Counts of `decode.stats` that are kept per prompt.
-COUNTED = ("target_calls", "emitted", "proposed", "accepted", "depth_sum")
-COUNTED_BY_DEPTH = ("accepted_by_depth", "reached_by_depth")
-# Of a joined draft: calls in which the copy went further, tokens accepted in these, in the others.
-BY_SOURCE = ("copied_calls", "copied_accepted", "drafted_accepted")
+# Counts that are kept, by their name in `decode.stats`.
+COUNTED = {
+    "target_calls": "calls",
+    "emitted": "emitted",
+    "proposed": "proposed",
+    "accepted": "accepted",
+    "depth_sum": "offered_depth",
+}
+COUNTED_BY_DEPTH = {"accepted_by_depth": "accepted_here", "reached_by_depth": "reached"}
 
 
 class BaselineMeasurement(TypedDict):
@@ -48,35 +53,12 @@ class BaselineMeasurement(TypedDict):
     finish_reason: list[str]
 
 
-class Identity(TypedDict):
-    """How many greedy outputs equal the target's own."""
-
-    same: int
-    of: int
-    # Of the outputs that differ: largest gap between the target's logits of the two first tokens
-    # that differ.
-    largest_gap: float | None
-
-
-class SpeedRun(TypedDict):
-    """Counts and seconds per prompt of one method. `draft` is None for the target alone."""
-
-    draft: str | None
-    tree: str | None
-    verifier: str | None
-    emitted: list[int]
-    target_calls: list[int]
-    prefill_s: list[float]
-    decode_s: list[float]
-
-
-class SpeedMeasurement(TypedDict):
-    """Interleaved runs at batch 1 over the same prompts in one process, and the load average before
-    and after.
+class TimedCounts(TypedDict):
+    """Counts of a draft, of the target alone (`TARGET`) too, in interleaved runs at batch 1 over
+    the same prompts, and the load average before and after.
     """
 
-    prompt_ids: list[str]
-    runs: list[SpeedRun]
+    runs: list[tuple[str, list[Count]]]
     load: list[float]
 
 
@@ -85,22 +67,22 @@ class Contender:
     """A decoder that is timed."""
 
     decoder: SpeculativeDecoder
-    draft: str | None = None
+    draft: str = TARGET
     method: Method | None = None
     outputs: list[BatchOutput] = field(default_factory=list)
 
-    def run(self) -> SpeedRun:
+    def counts(self) -> list[Count]:
         """Return counts and seconds of the outputs."""
         rows = [output.generations[0] for output in self.outputs]
-        return SpeedRun(
-            draft=self.draft,
-            tree=self.method.tree if self.method else None,
-            verifier=self.method.verifier if self.method else None,
-            emitted=[len(row.output_ids) for row in rows],
-            target_calls=[row.stats.target_calls for row in rows],
-            prefill_s=[output.prefill_s for output in self.outputs],
-            decode_s=[output.decode_s for output in self.outputs],
-        )
+        prefill = [output.prefill_s for output in self.outputs]
+        seconds = [output.decode_s for output in self.outputs]
+        values: dict[str, Sequence[float]] = {
+            "timed_tokens": [len(row.output_ids) for row in rows],
+            "timed_calls": [row.stats.target_calls for row in rows],
+            "decode_s": seconds,
+            "whole_s": [sum(pair) for pair in zip(prefill, seconds, strict=True)],
+        }
+        return [decoded(self.method, key, of) for key, of in values.items()]
 
 
 def decoder_of(
@@ -160,32 +142,40 @@ class Task:
         method: Method,
         expected: BaselineMeasurement,
         tick: Tick = no_tick,
-    ) -> dict[str, Any]:
-        """Decode every prompt with a draft; return `COUNTED` and `COUNTED_BY_DEPTH` per prompt, and
-        `BY_SOURCE` of a joined draft.
-
-        `identical` compares greedy outputs with the target's own (`_identical`); None above
-        temperature 0.
-        """
+    ) -> CellCounts:
+        """Decode every prompt with a draft. Greedy outputs are compared with the target's own."""
         rows = self._decode(decoder_of(self.target, draft, method), method, tick)
-        counts: dict[str, Any] = {key: [getattr(row.stats, key) for row in rows] for key in COUNTED}
-        counts |= {key: [list(getattr(row.stats, key)) for row in rows] for key in COUNTED_BY_DEPTH}
+        stats = [row.stats for row in rows]
+        counts = []
+        for name, key in COUNTED.items():
+            counts.append(decoded(method, key, [getattr(of, name) for of in stats]))
+        for name, key in COUNTED_BY_DEPTH.items():
+            counts += at_depths(method, key, [getattr(of, name) for of in stats])
+        first = [sum(of.accepted_by_depth[:1]) for of in stats]
+        refused = [of.target_calls - accepted for of, accepted in zip(stats, first, strict=True)]
+        counts.append(decoded(method, "refused", refused))
         if isinstance(draft, JoinedDraft):
-            counts["copied_calls"] = [row.stats.copied_calls for row in rows]
-            counts["copied_accepted"] = [row.stats.copied_accepted for row in rows]
-            pairs = zip(counts["accepted"], counts["copied_accepted"], strict=True)
-            counts["drafted_accepted"] = [accepted - copied for accepted, copied in pairs]
-        outputs = [row.output_ids for row in rows]
-        greedy = self.sampling.greedy
-        counts["identical"] = self._identical(outputs, expected) if greedy else None
-        return counts
+            drafted = [of.accepted - of.copied_accepted for of in stats]
+            counts += [
+                decoded(method, "copied_calls", [of.copied_calls for of in stats]),
+                decoded(method, "copied_accepted", [of.copied_accepted for of in stats]),
+                decoded(method, "drafted_accepted", drafted),
+            ]
+        if self.sampling.greedy:
+            gaps = self._gaps([row.output_ids for row in rows], expected["output_ids"])
+            counts += [
+                decoded(method, "outputs", [1] * len(gaps)),
+                decoded(method, "identical", [int(gap is None) for gap in gaps]),
+                decoded(method, "gap", [gap or 0.0 for gap in gaps]),
+            ]
+        return CellCounts(counts=counts)
 
     def speed(
         self,
         drafts: Mapping[str, AnyDraft],
         methods: Mapping[str, Sequence[Method]],
         tick: Tick = no_tick,
-    ) -> SpeedMeasurement:
+    ) -> TimedCounts:
         """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
         order.
 
@@ -209,9 +199,8 @@ class Task:
                 )
                 contender.outputs.append(output)
                 tick(1)
-        return SpeedMeasurement(
-            prompt_ids=[prompt.id for prompt in self.prompts],
-            runs=[contender.run() for contender in contenders],
+        return TimedCounts(
+            runs=[(contender.draft, contender.counts()) for contender in contenders],
             load=[load, os.getloadavg()[0]],
         )
 
@@ -244,11 +233,16 @@ class Task:
         return decoder.generate([row.ids for row in rows], self.sampling, tokens, seeds, self.eos)
 
     @torch.inference_mode()
-    def _identical(self, outputs: list[list[int]], expected: BaselineMeasurement) -> Identity:
-        """Compare greedy outputs with the target's own."""
-        gaps = []
-        for prompt, ours, theirs in zip(self.prompts, outputs, expected["output_ids"], strict=True):
+    def _gaps(
+        self, outputs: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+    ) -> list[float | None]:
+        """By output, the gap between the target's logits of the two first tokens that differ from
+        the target's own; None where none does.
+        """
+        gaps: list[float | None] = []
+        for prompt, ours, theirs in zip(self.prompts, outputs, expected, strict=True):
             if ours == theirs:
+                gaps.append(None)
                 continue
             # Outputs end at the same end tokens and length, so neither is the beginning of the
             # other.
@@ -260,9 +254,7 @@ class Task:
             logits_V = penalised(logits_1V, self.sampling, seen)[0].double()
             gap = logits_V[ours[shared]] - logits_V[theirs[shared]]
             gaps.append(abs(float(gap)))
-        return Identity(
-            same=len(outputs) - len(gaps), of=len(outputs), largest_gap=max(gaps, default=None)
-        )
+        return gaps
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from draftsmith.core.devices import (
     resolve_device,
 )
 from draftsmith.core.errors import InputError, RunError, without_secrets
-from draftsmith.core.io import read_json, refuse_foreign, remove_leftovers
+from draftsmith.core.io import JsonObject, read_json, refuse_foreign, remove_leftovers
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured, identity
 from draftsmith.core.ranks import from_main, is_main, launched, on_main, say
@@ -27,29 +27,26 @@ from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
 from draftsmith.decode.compiled.steps import check_backend
+from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
-from draftsmith.eval import remarks, rows
+from draftsmith.eval import remarks
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.copying import AnyDraft, loaded_drafts
+from draftsmith.eval.copying import loaded_drafts
+from draftsmith.eval.counts import TARGET, packed
 from draftsmith.eval.decoding import decoder_of, records_steps
-from draftsmith.eval.diagnosis.rows import diagnosis_rows
 from draftsmith.eval.facts import clock, model_rows
+from draftsmith.eval.figures import definitions, estimate, rows_as_json
 from draftsmith.eval.loading import load
 from draftsmith.eval.measuring import Evaluation
-from draftsmith.eval.pooled_runs import with_pooled_runs
 from draftsmith.eval.remarks import announce
-from draftsmith.eval.report.findings import lead
 from draftsmith.eval.report.page import write_report
-from draftsmith.eval.request import EvalRequest, check
-from draftsmith.eval.results import Results
-from draftsmith.eval.schema import Remark, ResultsDocument
-from draftsmith.eval.suites import Suite, prompt_groups
+from draftsmith.eval.request import EvalRequest, check, draft_and_seed
+from draftsmith.eval.results import SCHEMA_VERSION, Results
+from draftsmith.eval.schema import Remark
+from draftsmith.eval.suites import Suite, suite_rows
 from draftsmith.eval.tracking import track
-
-# The file beside kept measurements whose timings were taken a second time.
-TIMED_AGAIN = "timed_again"
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
@@ -96,20 +93,19 @@ def evaluate_request(request: EvalRequest) -> Results:
         notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
         notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
         of_target = remarks.of_target(given.target, pair.target)
-        few = remarks.of_groups(prompt_groups(suites))
-        notes += announce([*of_target, *few], strict=False)
         inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
         command = command_line("eval", given)
         run.begin("evaluation", identity(given), command, inputs, replace=True)
         work = Evaluation(request, suites, pair, drafts, models, run)
-        measured = work.measure()
-        cpus = os.cpu_count() or 1
-        late = remarks.of_timing(rows.timing_conditions(measured, cpus), cpus)
-        late += remarks.of_outputs(measured.decodings, models["target"]["dtype"])
+        few = remarks.of_groups(work.groups)
+        notes += announce([*of_target, *few], strict=False)
+        work.measure()
+        late = remarks.of_timing(work.conditions, os.cpu_count() or 1)
+        late += remarks.of_outputs(work.tally.table(), models[TARGET]["dtype"])
         notes += announce(late, strict=False)
 
         def write() -> None:
-            results = Results(_document(work, measured, notes, given, started), out)
+            results = Results(_document(work, notes, given, started), out)
             results.write()
             write_report(results)
             track(request.config, results)
@@ -140,42 +136,44 @@ def _check_before(out: Path, drafts: Collection[str]) -> None:
 
 
 def _document(
-    work: Evaluation,
-    measured: rows.Measured,
-    notes: list[Remark],
-    given: EvalConfig,
-    started: float,
-) -> ResultsDocument:
-    setting = work.setting
-    again = TIMED_AGAIN in os.listdir(Path(given.out, "cells"))
-
-    @cache
-    def text_of(token: int) -> str:
-        return str(work.pair.tokenizer.decode([token]))
-
-    options = asdict(work.request.config)
-    return rows.assemble(
-        *with_pooled_runs(setting, measured),
-        config=without_secrets(options),
-        models=work.models,
-        provenance=provenance(command_line("eval", given), options),
-        clock=clock(started, work.reused, work.measured, work.pair.target) | {"timed_again": again},
-        remarks=notes,
-        diagnosis=diagnosis_rows(setting, measured, text_of),
+    work: Evaluation, notes: list[Remark], given: EvalConfig, started: float
+) -> JsonObject:
+    """Make results.json."""
+    request = work.request
+    options = asdict(request.config)
+    counts = work.tally.table()
+    methods = list(dict.fromkeys(chain.from_iterable(request.methods.values())))
+    rows = estimate(
+        counts,
+        base=request.base,
+        resamples=request.config.bootstrap,
+        seed=request.config.seed,
+        most_tokens={method.tree: method.most_tokens for method in [*request.asked, *methods]},
     )
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "definitions": definitions(),
+        "remarks": notes,
+        "config": without_secrets(options),
+        "base": request.base,
+        "drafts": [name for name in request.drafts if draft_and_seed(name)[1] == 1],
+        "temperatures": [sampling.temperature for sampling in request.samplings],
+        "methods": [{**method.facts, "lossless": method.lossless} for method in methods],
+        "models": work.models,
+        "suites": suite_rows(work.suites, work.groups),
+        "rows": rows_as_json(rows),
+        "counts": packed(counts),
+        "conditions": work.conditions,
+        "provenance": provenance(command_line("eval", given), options),
+        "clock": clock(started, work.reused, work.measured, work.pair.target),
+    }
 
 
 def without_timings(directory: str) -> EvalConfig:
     """Remove the timings of an evaluation and return its options: `evaluate` measures only them
-    again. Raise InputError if they were already timed again, and the machine is as busy as then.
+    again.
     """
     results = Results.load(directory)
-    head = lead(results)
-    load = os.getloadavg()[0]
-    loads = [row["load"][0] for row in results.document["conditions"] if row["busy"]]
-    if head.again and loads and load > min(loads) - 0.5:
-        raise InputError(f"--time_again {directory}: the load average is {load:.1f}; {head.again}")
-    Path(directory, "cells", TIMED_AGAIN).touch()
     options = results.document["config"] | {"out": str(directory)}
     record = read_run(Path(directory))
     for key in record.get("inputs", ()):

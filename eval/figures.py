@@ -368,6 +368,20 @@ def estimate(
     return frame.astype(dict.fromkeys(numbers, float))
 
 
+def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:
+    """Return the rows of `estimate` as JSON: whole numbers as such, None for what is missing."""
+    whole = ("depth", "n", "seeds")
+    records = []
+    for record in rows.to_dict("records"):
+        for name, value in record.items():
+            if value is None or value != value:
+                record[name] = None
+            elif name in whole:
+                record[name] = int(value)
+        records.append(record)
+    return records
+
+
 def _row(name: str, sums: Sums, key: Key, sampled: Sampled, picks: Resamples) -> dict[str, Any]:
     low, high = interval_of(sampled, picks)
     seeds = sampled.of_seeds if len(sampled.of_seeds) > 1 else ()

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.eval.schema import SuiteKind
-from draftsmith.eval.seeds import Spread
 
 MINUS = "\N{MINUS SIGN}"
 NONE = "\N{EN DASH}"
 KIND_TITLES: dict[SuiteKind, str] = {"id": "in distribution", "ood": "out of distribution"}
-CLEAR = {None: NONE, 0: "not shown", 1: "higher", -1: "lower"}
 Figure = Mapping[str, Any]
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with commas and "and" between them."""
+    *first, last = words or [""]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
@@ -49,15 +53,14 @@ def with_interval(
     return f"{value} [{low}, {number(figure['high'] * scale, digits, sign=sign)}]"
 
 
-def with_seeds(
-    figure: Figure | None, spread: Spread | None, digits: int = 3, *, sign: bool = False
-) -> str:
+def with_seeds(figure: Figure | None, digits: int = 3, *, sign: bool = False) -> str:
     """A figure, its interval and its spread, 0.15 [0.12, 0.19], 3 seeds 0.14 to 0.17."""
     text = with_interval(figure, digits, sign=sign)
-    if spread is None:
+    if figure is None or figure["seeds"] is None:
         return text
-    low = number(spread.low, digits, sign=sign)
-    return f"{text}, {spread.seeds} seeds {low} to {number(spread.high, digits, sign=sign)}"
+    low = number(figure["seed_low"], digits, sign=sign)
+    high = number(figure["seed_high"], digits, sign=sign)
+    return f"{text}, {figure['seeds']} seeds {low} to {high}"
 
 
 def kept(transfer: Figure | None, gain: Figure | None) -> str:
@@ -89,7 +92,7 @@ def memory(value: int) -> str:
 def named_set(row: Figure) -> str:
     """A prompt set with its kind, or all of a kind."""
     kind = row["kind"].upper()
-    return f"all {kind}" if row["domain"] == row["kind"] else f"{row['domain']} ({kind})"
+    return f"all {kind}" if row["set"] is None else f"{row['set']} ({kind})"
 
 
 def tree_name(spec: str) -> str:

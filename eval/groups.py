@@ -1,7 +1,7 @@
 """Which prompts are one: intervals and counts are over groups of prompts, not over rows.
 
 Prompts that ask the same, or nearly, are accepted alike, so a second one says next to nothing about
-others. definitions.yaml states the rule. Legend: P prompts, W bins of tokens.
+others. `figures.TERMS` states the rule. Legend: P prompts, W bins of tokens.
 """
 
 from collections.abc import Sequence

@@ -1,45 +1,46 @@
-"""The measurements of an evaluation, each kept as a file of OUT/cells."""
+"""The measurements of an evaluation, each a file of OUT/cells, and their table of counts."""
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
-from draftsmith.core.ranks import from_main, groups, launched, say
+from draftsmith.core.ranks import from_main, groups, launched
 from draftsmith.core.records import agree
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import Sampling
+from draftsmith.decode.method import Method
+from draftsmith.decode.propose import CHAIN
+from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
-from draftsmith.eval.decision import least_that_pays
-from draftsmith.eval.decoding import SpeedMeasurement, Task, continuations
-from draftsmith.eval.diagnosis.root_step import RootStep
+from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where
+from draftsmith.eval.decoding import BaselineMeasurement, Task, TimedCounts, continuations
 from draftsmith.eval.facts import identity, machine
-from draftsmith.eval.predict import predicted_methods
-from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
-from draftsmith.eval.request import EvalRequest
-from draftsmith.eval.rows import Measured, Setting, prediction_rows
-from draftsmith.eval.schema import ModelRow
-from draftsmith.eval.seeds import draft_of
-from draftsmith.eval.suites import Suite
+from draftsmith.eval.parts import span_marks
+from draftsmith.eval.predict import chains
+from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.remarks import conditions
+from draftsmith.eval.request import EvalRequest, draft_and_seed
+from draftsmith.eval.schema import Conditions, ModelRow
+from draftsmith.eval.suites import Suite, prompt_groups
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
 # something else.
-MEASUREMENT_VERSION = 9
+MEASUREMENT_VERSION = 10
 Measurement = TypeVar("Measurement")
 Decides = dict[str, object]
 
 
 @dataclass
 class Evaluation:
-    """What all measurements of an evaluation share, and the number of cells `reused` and
-    `measured`.
+    """What all measurements of an evaluation share, the counts that they append, how quiet the
+    machine was, and the number of cells `reused` and `measured`.
 
     A cell is a finished measurement: a JSON file named by the hash of everything that decides its
     outcome. Cells of other configurations stay, and are reused when that configuration comes back.
@@ -51,6 +52,8 @@ class Evaluation:
     drafts: dict[str, AnyDraft]
     models: dict[str, ModelRow]
     run: Run
+    tally: Tally = field(default_factory=Tally)
+    conditions: list[Conditions] = field(default_factory=list)
     advance: Advance = no_tick
     reused: int = 0
     measured: int = 0
@@ -84,7 +87,7 @@ class Evaluation:
         outcome: Measurement = self.run.step(_cell_name(decides), lambda: make(tick), who=who)
         return outcome
 
-    def measure(self) -> Measured:
+    def measure(self) -> None:
         """Measure everything that the request asks for. The clock comes last, when everything is
         warm. Raise InputError if the processes have other models or prompts.
         """
@@ -92,60 +95,30 @@ class Evaluation:
         agree({"models": models, "prompts": {suite.name: suite.digest for suite in self.suites}})
         parts = list(product(self.suites, self.request.samplings))
         prompts = sum(len(suite.prompts) for suite, _ in parts)
-        measured = Measured({}, {}, {}, {})
-        with progress("eval", prompts * (1 + len(self.drafts))) as self.advance:
-            for suite, sampling in parts:
-                self._read(suite, sampling, measured)
-        self.request = self._worth_decoding(measured)
         runs = self.request.runs
         timed = self.request.config.speed_prompts if runs else 0
-        total = prompts * runs
+        total = prompts * (1 + len(self.drafts) + runs)
         for suite, _ in parts:
             total += min(timed, len(suite.prompts)) * (1 + runs)
         with progress("eval", total) as self.advance:
             for suite, sampling in parts:
-                self._count(suite, sampling, measured)
+                baseline = self._read(suite, sampling)
+                self._count(suite, sampling, baseline)
             for suite, sampling in parts if timed else ():
-                at = (suite.name, sampling.temperature)
-                measured.speeds[at] = self._time(suite, sampling)
-        return measured
+                self._time(suite, sampling)
 
-    @property
-    def setting(self) -> Setting:
-        """What the rows of results are made for."""
-        config = self.request.config
-        return Setting(
-            suites=self.suites,
-            base=self.request.base,
-            temperatures=list(dict.fromkeys(config.temperature)),
-            methods=self.request.methods,
-            bootstrap=config.bootstrap,
-            seed=config.seed,
-        )
+    @cached_property
+    def groups(self) -> dict[str, list[int]]:
+        """By suite, the group of each prompt."""
+        return prompt_groups(self.suites)
 
-    def _worth_decoding(self, measured: Measured) -> EvalRequest:
-        """Leave out the decoding of models that save next to no call by their acceptance, on every
-        set, unless figures of decoding are required. Runs of one draft are all decoded.
-        """
-        request = self.request
-        methods = dict(request.methods)
-        least = least_that_pays(request.config.pays_from)
-        rows = prediction_rows(self.setting, measured)
-        predicted = [row for row in rows if row["figure"] == "tau_predicted"]
-        for name, draft in self.drafts.items() if not request.config.require else ():
-            taus = [row for row in predicted if row["draft"] == name]
-            foreseen = {(row["tree"], row["verifier"]) for row in taus}
-            asked = {(method.tree, method.verifier) for method in methods[name]}
-            most = max((row["high"] or math.inf for row in taus), default=math.inf)
-            copies = isinstance(draft, CopyingDraft | JoinedDraft)
-            lone = draft_of(name) == name
-            if asked and asked <= foreseen and most < least and not copies and lone:
-                methods[name] = []
-                say(
-                    f"eval: draft {name} is not decoded: by its alpha it has at most {most:.3f} "
-                    f"tokens per target call, and below {least:g} no draft pays"
-                )
-        return replace(request, methods=methods)
+    def _append(
+        self, run: str, suite: Suite, sampling: Sampling, counts: Sequence[Sequence[Any]]
+    ) -> None:
+        """Add the counts of a cell to the table. run: a draft, or the target."""
+        draft, seed = draft_and_seed(run)
+        where = Where(draft, seed, suite.name, suite.kind, sampling.temperature)
+        self.tally.extend(where, self.groups[suite.name], counts)
 
     def _decides(self, what: str, suite: Suite, sampling: Sampling) -> Decides:
         return {
@@ -170,31 +143,38 @@ class Evaluation:
             batch_size=batch_size,
         )
 
-    def _read(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
-        """Measure one suite at one temperature: the target's texts, and acceptance on them."""
+    def _read(self, suite: Suite, sampling: Sampling) -> BaselineMeasurement:
+        """Measure one suite at one temperature: the target's texts, which are returned, and
+        acceptance on them.
+        """
         task, decides = self._decoding(suite, sampling)
         where = f"{suite.name}, T={sampling.temperature:g}"
         count = len(suite.prompts)
         baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
-        measured.baselines[suite.name, sampling.temperature] = baseline
+        written = [
+            Count("tokens", [len(ids) for ids in baseline["output_ids"]]),
+            Count("stopped", [int(reason == "stop") for reason in baseline["finish_reason"]]),
+        ]
+        self._append(TARGET, suite, sampling, written)
         texts = continuations(suite.prompts, baseline)
-        for name, alpha in self._alphas(sampling, texts, decides).items():
-            measured.alphas[suite.name, sampling.temperature, name] = alpha
+        for name, counts in self._alphas(sampling, texts, decides).items():
+            self._append(name, suite, sampling, counts)
             self.advance(count, f"alpha: {where}")
+        return baseline
 
-    def _count(self, suite: Suite, sampling: Sampling, measured: Measured) -> None:
+    def _count(self, suite: Suite, sampling: Sampling, baseline: BaselineMeasurement) -> None:
         """Decode one suite at one temperature with every draft."""
         task, decides = self._decoding(suite, sampling)
-        at = (suite.name, sampling.temperature)
         for name, draft in self.drafts.items():
             for method in self.request.methods[name]:
                 drafted = {"what": "decoding", "draft": identity(self.models[name])}
-                measured.decodings[*at, name, method] = self.cell(
+                cell = self.cell(
                     decides | drafted | method.facts,
-                    partial(task.decoding, draft, method, measured.baselines[at]),
+                    partial(task.decoding, draft, method, baseline),
                     f"{name}, {method.tree}: {suite.name}, T={sampling.temperature:g}",
                     len(suite.prompts),
                 )
+                self._append(name, suite, sampling, cell["counts"])
 
     def _decoding(self, suite: Suite, sampling: Sampling) -> tuple[Task, Decides]:
         """The task of decoding a suite, and what decides the target's texts."""
@@ -204,29 +184,18 @@ class Evaluation:
 
     def _alphas(
         self, sampling: Sampling, texts: Sequence[Continuation], decides: Decides
-    ) -> dict[str, AlphaMeasurement]:
+    ) -> Mapping[str, Sequence[Count]]:
         """Acceptance and predictions of every draft. Drafts without a stored cell share one forward
         of the target.
         """
-        steps: dict[str, RootStep] = {}
-        for method in self.request.asked:
-            step = RootStep.of(method)
-            # At temperature 0 every lossless rule reaches the bound: the one token that the target
-            # can take.
-            if step is not None and not sampling.greedy:
-                steps[step.name] = step
-        methods = predicted_methods(self.request.asked, sampling.greedy)
-        decides = decides | {
-            "what": "alpha",
-            "roots": list(steps),
-            "predicted": [method.facts for method in methods],
-        }
+        asked = list(dict.fromkeys([*self.request.asked, Method.of(f"chain:{CHAIN}")]))
+        decides = decides | {"what": "alpha", "predicted": [method.facts for method in asked]}
         drafts = self.drafts
         cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
         missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
-        measured: dict[str, AlphaMeasurement] = {}
+        measured: dict[str, list[Count]] = {}
         if missing:
-            names = {"": f"the target {self.models['target']['name']}"}
+            names = {"": f"the target {self.models[TARGET]['name']}"}
             for name in missing:
                 names[name] = f"draft {name} ({self.models[name]['name']})"
             measured = measure_alphas(
@@ -234,20 +203,20 @@ class Evaluation:
                 missing,
                 texts,
                 sampling,
-                methods,
+                asked,
+                brief=chains(greedy=sampling.greedy),
+                marks=span_marks(self.pair.tokenizer),
                 batch_size=self.request.config.batch_size,
-                roots=list(steps.values()),
-                diagnose=True,
                 seed=self.request.config.seed,
                 names=names,
             )
 
-        def of(name: str) -> AlphaMeasurement:
-            return self.cell(cells[name], lambda _: measured[name])
+        def of(name: str) -> CellCounts:
+            return self.cell(cells[name], lambda _: CellCounts(counts=measured[name]))
 
-        return {name: of(name) for name in cells}
+        return {name: of(name)["counts"] for name in cells}
 
-    def _time(self, suite: Suite, sampling: Sampling) -> SpeedMeasurement:
+    def _time(self, suite: Suite, sampling: Sampling) -> None:
         config = self.request.config
         methods = self.request.asked
         decides = self._decides("speed", suite, sampling) | {
@@ -262,13 +231,21 @@ class Evaluation:
         prompts = suite.prompts[: config.speed_prompts]
         task = replace(task, prompts=prompts, compile=bool(config.compile))
         runs = 1 + self.request.runs
-        return self.cell(
+        timed: TimedCounts = self.cell(
             decides,
             partial(task.speed, self.drafts, self.request.methods),
             f"timing: {suite.name}, T={sampling.temperature:g}",
             units=runs * len(prompts),
             who="main" if groups() == launched() else "all",
         )
+        for run, counts in timed["runs"]:
+            self._append(run, suite, sampling, counts)
+        alone = {count.key: count.values_P for count in map(Count._make, timed["runs"][0][1])}
+        pairs = zip(alone["decode_s"], alone["timed_tokens"], strict=True)
+        rates = [seconds / tokens for seconds, tokens in pairs if tokens]
+        cpus = os.cpu_count() or 1
+        where = (suite.name, sampling.temperature)
+        self.conditions.append(conditions(*where, timed["load"], rates, cpus))
 
 
 def _cell_name(decides: Decides) -> str:

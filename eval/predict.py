@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 
 from draftsmith.core.settings import Sampling
 from draftsmith.decode import VERIFIERS, Tree, TreeShape
+from draftsmith.decode.method import Method
 from draftsmith.eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
-from draftsmith.eval.method import Method
 
 Floats = NDArray[np.float64]
 # A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are
@@ -104,15 +104,11 @@ class Traces:
         return [float(values_L[:length].sum()) for values_L, length in pairs]
 
 
-def predicted_methods(methods: Sequence[Method], greedy: bool) -> list[Method]:
-    """Chains of 1 to 8, above temperature 0 also under block verification, and the decoded
-    methods.
-    """
+def chains(*, greedy: bool) -> list[Method]:
+    """Chains of 1 to 8, above temperature 0 also under block verification."""
     lengths = range(1, LONGEST_CHAIN + 1)
-    chains = [Method.of(f"chain:{length}", "speculative") for length in lengths]
-    if not greedy:
-        chains += [Method.of(f"chain:{length}", "block") for length in lengths]
-    return list(dict.fromkeys([*chains, *methods]))
+    rules = ["speculative"] if greedy else ["speculative", "block"]
+    return [Method.of(f"chain:{length}", rule) for rule in rules for length in lengths]
 
 
 def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, NotRequired, TypedDict, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from draftsmith.core.state_store import StoredStates, cached_layers
 from draftsmith.decode import Tree, takes_trees
+from draftsmith.decode.method import Method
 from draftsmith.decode.propose.lookup_first import stands_beside
 from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
@@ -50,14 +51,8 @@ from draftsmith.eval.copying import (
     joined_traces,
     model_of,
 )
-from draftsmith.eval.diagnosis.diagnose import Diagnosis, diagnosis_of
-from draftsmith.eval.diagnosis.root_step import (
-    RootMeasurement,
-    RootStep,
-    positions_per_prompt,
-    root_sums,
-)
-from draftsmith.eval.method import Method
+from draftsmith.eval.counts import Count, at_depths, decoded
+from draftsmith.eval.parts import Inside, by_confidence, confidence_names, parts_of
 from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
@@ -65,42 +60,17 @@ from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ra
 MAX_LOGITS = 2**26
 
 
-class AlphaMeasurement(TypedDict):
-    """Acceptance of one draft per prompt, summed over `count` response positions."""
-
-    # sum_x min(p, q)
-    sum: list[float]
-    # p(argmax q)
-    greedy: list[float]
-    # sum_x p q
-    match: list[float]
-    # p of the tokens that the draft cannot draft
-    missing: list[float]
-    count: list[int]
-    # By root step, simulated at some of these positions.
-    roots: dict[str, RootMeasurement]
-    # By method, the counts expected of decoding with it.
-    predicted: dict[str, PredictedCounts]
-    diagnosis: Diagnosis | None
-    # Of a draft that copies, alone or beside a model: positions with a copy, and alpha there.
-    copied: NotRequired[list[float]]
-    copied_sum: NotRequired[list[float]]
-    # Of the model beside it, where it is asked.
-    drafted: NotRequired[list[float]]
-    drafted_sum: NotRequired[list[float]]
-
-
-# Its per-prompt sums, by the trace that they are of.
-SUMS = {
-    "sum": "alpha",
-    "greedy": "greedy",
-    "match": "match",
-    "missing": "missing",
-    "copied": "copied",
-    "copied_sum": "copied_alpha",
-    "drafted": "drafted",
-    "drafted_sum": "drafted_alpha",
-}
+# Traces whose sums are counts.
+SUMS = (
+    "alpha",
+    "greedy",
+    "match",
+    "missing",
+    "copied",
+    "copied_alpha",
+    "drafted",
+    "drafted_alpha",
+)
 Measurements = Mapping[str, Any]
 """Lists with an entry per text, by name."""
 Observer = Callable[[Positions], Measurements]
@@ -397,7 +367,7 @@ class Reader:
             values |= _next_token(p_NV, q_NV, logits_NV)
             # A model that drafts only beside lookup is not observed.
             if not self._joins(drafted.name):
-                at = Positions(batch.start, batch.rows, p_NV, q_NV, logits_NV)
+                at = Positions(batch.rows, p_NV, q_NV, logits_NV)
                 seen = {key: observe(at) for key, observe in self.observers.items()}
                 part.observed[drafted.name] = seen
         for key, value in values.items():
@@ -461,53 +431,76 @@ def measure_alphas(
     sampling: Sampling,
     methods: Sequence[Method] = (),
     *,
-    roots: Sequence[RootStep] = (),
-    diagnose: bool = False,
-    seed: int = 0,
+    brief: Sequence[Method] = (),
+    marks: Mapping[int, str] | None = None,
     **options: Any,
-) -> dict[str, AlphaMeasurement]:
-    """Measure the acceptance of each draft at the positions that predict a response token, EOS
-    included, and predict decoding with `methods`.
+) -> dict[str, list[Count]]:
+    """Count the acceptance of each draft at the positions that predict a response token, EOS
+    included, and predict decoding with `methods`, and tau alone with `brief` ones.
 
     `rows` hold the target's own continuations at this sampling, so the mean over positions is over
-    its own distribution. `roots` are simulated at some of the positions. options: of `Reader`.
+    its own distribution. marks: tokens that begin and end spans; None counts no parts. options: of
+    `Reader`.
     """
-    observers: dict[str, Observer] = {}
-    for step in roots:
-        counts = positions_per_prompt(step, len(rows), vocabulary_size(target))
-        observers[step.name] = partial(root_sums, step, counts, seed)
-    if diagnose:
-        observers["diagnosis"] = partial(diagnosis_of, sampling)
     readable: dict[str, AnyDraft] = {}
-    measured: dict[str, AlphaMeasurement] = {}
+    traces: dict[str, Traces] = {}
     for name, draft in drafts.items():
         if isinstance(draft, CopyingDraft) and not draft.reads_text:
-            nothing = Traces.of_nothing(len(rows))
-            measured[name] = _measurement(nothing, {}, {})
+            traces[name] = Traces.of_nothing(len(rows))
         else:
             readable[name] = draft
-    options |= {"observers": observers, "seed": seed}
-    whole = Reader(target, readable, sampling, methods, **options).read(rows)
-    for name, read in whole.traces.items():
-        predicted: dict[str, PredictedCounts] = {}
-        for method in methods:
-            if _is_read(drafts[name], method) and (
-                found := predict(method.shape, method.verifier, sampling, read)
-            ):
-                predicted[method.name] = found
-        measured[name] = _measurement(read, whole.observed[name], predicted)
-    return measured
+    if marks is not None:
+        options["observers"] = {"confidence": partial(by_confidence, sampling)}
+    every = list(dict.fromkeys([*methods, *brief]))
+    whole = Reader(target, readable, sampling, every, **options).read(rows)
+    parts = {} if marks is None else parts_of(rows, marks)
+    counts: dict[str, list[Count]] = {}
+    for name, draft in drafts.items():
+        read = whole.traces.get(name) or traces[name]
+        counts[name] = _accepted(read, parts if name in readable else {})
+        if seen := whole.observed.get(name):
+            counts[name] += _by_confidence(seen["confidence"]["sums"])
+        for method in every if name in readable else ():
+            if not _is_read(draft, method):
+                continue
+            if predicted := predict(method.shape, method.verifier, sampling, read):
+                counts[name] += _expected(read, method, predicted, brief=method not in methods)
+    return counts
 
 
-def _measurement(
-    read: Traces, observed: Mapping[str, Any], predicted: dict[str, PredictedCounts]
-) -> AlphaMeasurement:
-    roots = dict(observed)
-    diagnosis = roots.pop("diagnosis", None)
-    measurement: Any = {key: read.sums(of) for key, of in SUMS.items() if of in read.values}
-    measurement["count"] = read.lengths_P.tolist()
-    measurement |= {"roots": roots, "predicted": predicted, "diagnosis": diagnosis}
-    return cast(AlphaMeasurement, measurement)
+def _accepted(read: Traces, parts: Mapping[str, Inside]) -> list[Count]:
+    counts = [Count(key, read.sums(key)) for key in SUMS if key in read.values]
+    counts.append(Count("positions", read.lengths_P.tolist()))
+    for part, inside_PL in parts.items():
+        alpha_P = np.where(inside_PL, read.values["alpha"][0], 0).sum(1)
+        counts.append(Count("alpha", alpha_P.tolist(), part=part))
+        counts.append(Count("positions", inside_PL.sum(1).tolist(), part=part))
+    return counts
+
+
+def _by_confidence(sums: Sequence[Any]) -> list[Count]:
+    sums_B3P = np.asarray(sums).transpose(1, 2, 0)
+    counts = []
+    for part, sums_3P in zip(confidence_names(), sums_B3P, strict=True):
+        for key, sums_P in zip(("drafted_mass", "sure", "taken"), sums_3P, strict=True):
+            counts.append(Count(key, sums_P.tolist(), part=part))
+    return counts
+
+
+def _expected(
+    read: Traces, method: Method, predicted: PredictedCounts, *, brief: bool
+) -> list[Count]:
+    counts = [
+        decoded(method, "expected_tokens", read.lengths_P.tolist()),
+        decoded(method, "expected_calls", predicted["target_calls"]),
+    ]
+    if brief:
+        return counts
+    counts.append(decoded(method, "calls_variance", predicted["variance"]))
+    by_depth = {"expected_accepted": "accepted_by_depth", "expected_reached": "reached_by_depth"}
+    for key, of in by_depth.items():
+        counts += at_depths(method, key, predicted[of])  # type: ignore[literal-required]
+    return counts
 
 
 def _is_read(draft: AnyDraft, method: Method) -> bool:

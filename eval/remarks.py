@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import PreTrainedModel
@@ -18,14 +18,17 @@ from draftsmith.core.errors import InputError, counted
 from draftsmith.core.models import parameter_count
 from draftsmith.core.prompts import Prompt, read_prompt_hashes, token_runs
 from draftsmith.core.ranks import say
+from draftsmith.core.records import read_record
+from draftsmith.decode import VERIFIERS
 from draftsmith.decode.native import missing_kernel
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import other_targets
-from draftsmith.eval.decoding import Identity
-from draftsmith.eval.method import Method
+from draftsmith.eval.request import draft_and_seed
 from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
-from draftsmith.eval.seeds import of_runs
 from draftsmith.eval.suites import Suite
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # Length of the token n-grams that near-duplicates share.
 SHINGLE = 5
@@ -102,30 +105,19 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
     """The prompts of `others` that share at least `SIMILAR` of their token 5-grams with one of
     `known`.
     """
-    sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
-    near = []
-    for prompt, (runs, shared) in zip(others, overlaps(known, others, SHINGLE), strict=True):
-        for index, count in shared.items():
-            if count / (runs + sizes[index] - count) >= SIMILAR:
-                near.append(prompt)
-                break
-    return near
-
-
-def overlaps(
-    known: Sequence[Prompt], others: Sequence[Prompt], length: int
-) -> Iterator[tuple[int, Counter[int]]]:
-    """For each of `others`, the number of its runs of `length` tokens, and how many of them each of
-    `known` has too.
-    """
     where: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, prompt in enumerate(known):
-        for run in token_runs(prompt.ids, length):
+        for run in token_runs(prompt.ids, SHINGLE):
             where[run].append(index)
+    sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
+    near = []
     for prompt in others:
-        runs = token_runs(prompt.ids, length)
-        having = [where[run] for run in runs if run in where]
-        yield len(runs), Counter(chain.from_iterable(having))
+        runs = token_runs(prompt.ids, SHINGLE)
+        shared = Counter(chain.from_iterable(where[run] for run in runs if run in where))
+        shares = [count / (len(runs) + sizes[i] - count) for i, count in shared.items()]
+        if max(shares, default=0.0) >= SIMILAR:
+            near.append(prompt)
+    return near
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> Iterator[Remark]:
@@ -154,7 +146,7 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None) -> Ite
     """Find drafts that are not smaller than the target, heads that an option does not apply to, and
     runs that are not training seeds of one draft.
     """
-    yield from of_runs(models)
+    yield from _of_seeds(models)
     size = read_of(models["target"])
     for name, row in models.items():
         if not row["parameters"]:
@@ -170,6 +162,25 @@ def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None) -> Ite
             sizes = f"reads {read_of(row):,} parameters per token, the target {size:,}"
             text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
             yield Remark(about="large_draft", text=text)
+
+
+def _of_seeds(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
+    """Find drafts whose runs differ in more than their training seed. Raise InputError if their
+    models differ.
+    """
+    for name, row in models.items():
+        draft, _ = draft_and_seed(name)
+        first = models[draft]
+        shapes = [f"{each['model_type']} of {each['parameters']:,}" for each in (first, row)]
+        if shapes[0] != shapes[1]:
+            found = " and ".join(shapes)
+            raise InputError(f"--draft {draft}: its runs are {found} parameters; name them apart")
+        one, other = (read_record(Path(each["name"])).get("config", {}) for each in (first, row))
+        differ = [key for key in one if one[key] != other.get(key)]
+        if row is not first and differ != ["seed"]:
+            named = ", ".join(differ) or "no recorded option"
+            text = f"draft {draft}: its runs differ in {named}, not in their training seed alone"
+            yield Remark(about="seeds", text=text)
 
 
 def of_target(name: str, target: PreTrainedModel) -> Iterator[Remark]:
@@ -204,21 +215,18 @@ def loaded(load: Sequence[float], cpus: int) -> bool:
     return max(load, default=0.0) > cpus + 1
 
 
-def of_outputs(
-    decodings: Mapping[tuple[str, float, str, Method], Mapping[str, Any]], dtype: str
-) -> Iterator[Remark]:
+def of_outputs(counts: "DataFrame", dtype: str) -> Iterator[Remark]:
     """Find lossless verifiers with which outputs at temperature 0 are not the target's own, by more
     than rounding in `dtype`.
     """
-    checks: dict[str, list[Identity]] = defaultdict(list)
-    for (*_, method), counts in decodings.items():
-        if method.lossless and counts["identical"] is not None:
-            checks[method.verifier].append(counts["identical"])
-    for verifier, found in checks.items():
-        gap = max(check["largest_gap"] or 0.0 for check in found)
+    for verifier, rows in counts.groupby("rule", observed=True):
+        values = {key: part["value"] for key, part in rows.groupby("key", observed=True)}
+        if not VERIFIERS[verifier].lossless or "outputs" not in values:
+            continue
+        gap = values["gap"].max()
         if gap > TIES.get(dtype, TIES["float32"]):
-            outputs = sum(check["of"] for check in found)
-            other = outputs - sum(check["same"] for check in found)
+            outputs = int(values["outputs"].sum())
+            other = outputs - int(values["identical"].sum())
             text = f"verifier {verifier}: {other} of {counted(outputs, 'output')} at temperature 0 "
             text += f"differ from the target's own, where its logits are up to {gap:.2g} apart in "
             text += f"{dtype}, more than rounding explains; it is not lossless"

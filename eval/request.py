@@ -6,6 +6,7 @@ Imports no torch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 
 from draftsmith.core.errors import InputError, nearest
@@ -14,12 +15,12 @@ from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.settings import Sampling, sampling_options
 from draftsmith.core.suites import load_suite, suite_name
 from draftsmith.decode import tree_spec
+from draftsmith.decode.method import Method
 from draftsmith.drafts.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.method import Method, methods_of
+from draftsmith.eval.method import methods_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.schema import How
-from draftsmith.eval.seeds import draft_of, named_runs, shown
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,34 @@ class EvalRequest:
         return replace(self, config=config)
 
 
+def draft_and_seed(run: str) -> tuple[str, int]:
+    """The draft and the number of a run; a draft of one run is its own. No given name has a `#`."""
+    draft, _, number = run.partition("#")
+    return draft, int(number or 1)
+
+
+def named_runs(values: Sequence[str]) -> dict[str, str]:
+    """Sources by name. A NAME= that comes several times, or with a pattern, has runs: training
+    seeds, NAME, NAME#2 and so on. Raise InputError for a run that is given twice.
+    """
+    sources: dict[str, list[str]] = {}
+    for value in values:
+        ((name, source),) = parse_named("--draft", [value]).items()
+        runs = sources.setdefault(name, [])
+        if runs and not value.startswith(f"{name}="):
+            parse_named("--draft", [f"{name}={runs[0]}", value])  # refuses the second
+        found = sorted(glob(source)) if "*" in source else [source]
+        if not found or set(found) & set(runs):
+            why = "is given twice" if found else "fits no directory"
+            raise InputError(f"--draft {value}: {why}; name each run once")
+        runs += found
+    named = {}
+    for name, runs in sources.items():
+        for number, run in enumerate(runs, start=1):
+            named[name if number == 1 else f"{name}#{number}"] = run
+    return named
+
+
 def _sets(option: str, values: Sequence[str]) -> dict[str, str]:
     sets = parse_named(option, values)
     for name, source in sets.items():
@@ -94,8 +123,9 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
 def check(config: EvalConfig) -> EvalRequest:
     """Parse the options. Raise InputError for those that no models can satisfy."""
     drafts = named_runs(config.draft)
-    config = replace(config, draft=[f"{draft_of(run)}={drafts[run]}" for run in drafts])
-    if "target" in shown(drafts):
+    named = [f"{draft_and_seed(run)[0]}={source}" for run, source in drafts.items()]
+    config = replace(config, draft=named)
+    if "target" in drafts:
         raise InputError("--draft target=...: this name is the target's; use another")
     check_sources(drafts.values())
     id_sets = _sets("--id", config.id)
@@ -103,11 +133,11 @@ def check(config: EvalConfig) -> EvalRequest:
     if both := id_sets.keys() & ood_sets.keys():
         raise InputError(f"--ood {min(both)}: --id has this name; a set is either ID or OOD")
     # What copies is no draft to compare alignments with, unless there is no other.
-    first = {draft_of(run): drafts[run] for run in reversed(drafts)}
-    trained = [name for name in shown(drafts) if not copies_first(first[name])] or shown(drafts)
+    first = {run: source for run, source in drafts.items() if draft_and_seed(run)[1] == 1}
+    trained = [name for name, source in first.items() if not copies_first(source)] or list(first)
     base = config.base or trained[0]
     if base not in first:
-        raise InputError(f"--base {base}: no draft has this name; {nearest(base, shown(drafts))}")
+        raise InputError(f"--base {base}: no draft has this name; {nearest(base, first)}")
     if base not in trained:
         why = "has no weights" if is_copying(first[base]) else "copies before it drafts"
         raise InputError(f"--base {base}: {why}; {nearest(base, trained)}")
@@ -123,16 +153,15 @@ def check(config: EvalConfig) -> EvalRequest:
     ahead = [name for name, source in drafts.items() if is_lookahead(source)]
     if ahead and not asked:
         raise InputError(f"--draft {ahead[0]}=lookahead: has no alpha to measure with --tree none")
-    named: dict[str, list[How]] = {}
-    for name, each in methods.items():
-        named[name] = [(method.tree, method.verifier) for method in each]
-        named[draft_of(name)] = named[name]
+    known: dict[str, list[How]] = {}
+    for name in first:
+        known[name] = [(method.tree, method.verifier) for method in methods[name]]
     scope = Scope(
         base=base,
         id_sets=list(id_sets),
         ood_sets=list(ood_sets),
         temperatures=config.temperature,
-        methods=named,
+        methods=known,
         copying=[name for name, source in first.items() if copies_first(source)],
     )
     _check_requirements(config, scope)
@@ -146,4 +175,4 @@ def _check_requirements(config: EvalConfig, scope: Scope) -> None:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
         if requirement.figure == "transfer" and not scope.ood_sets:
             raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
-        requirement.keys(scope)
+        requirement.judged(scope)

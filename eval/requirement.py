@@ -4,11 +4,11 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import product
+from typing import NamedTuple
 
 from draftsmith.core.errors import InputError, nearest
-from draftsmith.eval.schema import How, Row, RowKey
-from draftsmith.eval.seeds import Spread, draft_of, shown
+from draftsmith.eval.schema import How, Row
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -26,8 +26,8 @@ FIGURES = ("alpha", "gain", "transfer", "tau", "tau_gain", "speedup")
 class Scope:
     """Names of what an evaluation measures, from which a requirement selects.
 
-    methods: tree and verifier of each method, by draft; runs of several seeds, and their means, are
-    drafts. copying: the drafts that copy, alone or beside a model.
+    methods: tree and verifier of each method, by draft. copying: the drafts that copy, alone or
+    beside a model.
     """
 
     base: str
@@ -38,6 +38,16 @@ class Scope:
     copying: Sequence[str] = ()
 
 
+class Judged(NamedTuple):
+    """What a required figure is of."""
+
+    draft: str
+    domain: str
+    temperature: float
+    tree: str | None = None
+    verifier: str | None = None
+
+
 @dataclass(frozen=True)
 class Requirement:
     """A requirement on an evaluation, judged on interval bounds:
@@ -46,11 +56,11 @@ class Requirement:
 
     `>=` and `>` are judged on the low bound of the 95 % interval, `<=` and `<` on its high bound.
     So a draft that lies exactly on the number meets a requirement in at most 2.5 % of evaluations.
-    Of a draft with several training seeds, that of the mean is judged, and so is every run's value.
-    Requirements are judged one by one, without a correction for their number. A name that the
-    brackets omit stands for all: every prompt set, temperature and tree, and every draft with
-    weights but the base. The base is judged if it is the only draft and the figure is no gain.
-    `wanted` maps domain, draft, T, tree and verifier to the names in the brackets.
+    Of a draft with several training seeds, every seed's value must meet it too. Requirements are
+    judged one by one, without a correction for their number. A name that the brackets omit stands
+    for all: every prompt set, temperature and tree, and every draft with weights but the base. The
+    base is judged if it is the only draft and the figure is no gain. `wanted` maps domain, draft,
+    T, tree and verifier to the names in the brackets.
     """
 
     text: str
@@ -82,16 +92,16 @@ class Requirement:
             wanted[key] = value
         return Requirement(text, figure, wanted, sign, float(number))
 
-    def keys(self, scope: Scope) -> list[RowKey]:
-        """Return the keys whose figure is judged. Raise InputError if the requirement names
-        something that the evaluation does not measure.
+    def judged(self, scope: Scope) -> list[Judged]:
+        """Return what the figure is judged of. Raise InputError if the requirement names something
+        that the evaluation does not measure.
         """
-        judged = list(scope.methods)
+        drafts = list(scope.methods)
         if "draft" not in self.wanted:
-            judged = [draft for draft in shown(judged) if draft not in scope.copying] or judged
-        drafts = [draft for draft in judged if draft_of(draft) != scope.base]
-        if self.figure not in _OF_GAIN and (not drafts or "draft" in self.wanted):
-            drafts = judged
+            drafts = [draft for draft in drafts if draft not in scope.copying] or drafts
+        others = [draft for draft in drafts if draft != scope.base]
+        if self.figure in _OF_GAIN or (others and "draft" not in self.wanted):
+            drafts = others
         if not drafts:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} needs a draft beside the base"
@@ -102,26 +112,22 @@ class Requirement:
         if "domain" in self.wanted:
             kinds = ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
             domains = self._pick("domain", domains + kinds)
-        measured: list[How] = []
-        for draft in drafts:
-            measured += scope.methods[draft]
-        trees = self._pick("tree", [tree for tree, _ in measured])
-        rules = self._pick("verifier", [rule for _, rule in measured])
         named = {f"{temperature:g}": temperature for temperature in scope.temperatures}
         temperatures = [named[text] for text in self._pick("T", list(named))]
-        keys = []
+        judged = []
         for draft in drafts:
             methods: list[tuple[str | None, str | None]] = [(None, None)]
             if self.figure in _PER_METHOD:
-                each = scope.methods[draft]
-                methods = [how for how in each if how[0] in trees and how[1] in rules]
-            for domain in domains:
-                for temperature in temperatures:
-                    for tree, rule in methods:
-                        keys.append(RowKey(draft, domain, temperature, tree, rule))
-        if not keys:
+                trees = self._pick("tree", [tree for tree, _ in scope.methods[draft]])
+                rules = self._pick("verifier", [rule for _, rule in scope.methods[draft]])
+                methods = [
+                    how for how in scope.methods[draft] if how[0] in trees and how[1] in rules
+                ]
+            for domain, temperature, (tree, rule) in product(domains, temperatures, methods):
+                judged.append(Judged(draft, domain, temperature, tree, rule))
+        if not judged:
             raise InputError(f"--require {self.text!r}: nothing is decoded so")
-        return keys
+        return judged
 
     def _pick(self, key: str, known: list[str]) -> list[str]:
         value = self.wanted.get(key)
@@ -134,36 +140,29 @@ class Requirement:
             raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return [value]
 
-    def unmet(
-        self,
-        key: RowKey,
-        row: Row | None,
-        why_undefined: str | None,
-        spread: Spread | None = None,
-        *,
-        busy: bool = False,
-    ) -> str | None:
-        """Say why the figure of a key misses the requirement; None if it meets it. spread: over
-        training seeds. busy: whether the machine was, when it was timed.
+    def unmet(self, judged: Judged, row: Row | None, why: str, *, busy: bool) -> str | None:
+        """Say why a figure misses the requirement; None if it meets it. why: it has no value. busy:
+        whether the machine was, when it was timed.
         """
-        method = f", {key.tree} {key.verifier}" if key.tree else ""
-        where = f"{key.draft} on {key.domain} at T={key.temperature:g}{method}"
+        method = f", {judged.tree} {judged.verifier}" if judged.tree else ""
+        where = f"{judged.draft} on {judged.domain} at T={judged.temperature:g}{method}"
         where = f"required {self.text}: {where}: {self.figure}"
         if row is None:
             return f"{where} is undefined (it was not measured)"
         if row["value"] is None:
-            return f"{where} is undefined ({why_undefined or 'nothing to divide by'})"
+            return f"{where} is undefined ({why or 'nothing to divide by'})"
         if row["low"] is None or row["high"] is None:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
         if busy and row["low"] <= self.bound <= row["high"]:
             return f"{where} cannot be told: the machine was busy; time again (--time_again)"
-        side: Literal["low", "high"] = "low" if self.sign.startswith(">") else "high"
+        side = "low" if self.sign.startswith(">") else "high"
+        bound, seed = row["low"], row["seed_low"]
+        if side == "high":
+            bound, seed = row["high"], row["seed_high"]
         meets = OPERATORS[self.sign]
         found = f"{where} {row['value']:.4f}, 95 % interval [{row['low']:.4f}, {row['high']:.4f}]"
-        if spread is not None:
-            found += f", seeds from {spread.low:.4f} to {spread.high:.4f}"
-        if not meets(row[side] or 0.0, self.bound):
+        if not meets(bound, self.bound):
             return f"{found}; its {side} bound is not {self.sign} {self.bound:g}"
-        if spread is not None and not meets(getattr(spread, side), self.bound):
-            return f"{found}; its {side}est seed is not {self.sign} {self.bound:g}"
+        if seed is not None and not meets(seed, self.bound):
+            return f"{found}; its {side}est seed, {seed:.4f}, is not {self.sign} {self.bound:g}"
         return None

@@ -1,34 +1,44 @@
-"""Read results.json: one tidy table of figures, and methods for the common ones.
+"""Read results.json: one table of counts, one of the figures made of it, and queries of them.
 
 results = Results.load("out/eval")
 results.alpha("jsd", "code", temperature=1.0)["value"]
 results.tau("jsd", "id", tree="chain:4")
-results.to_frame("alpha", "gain").pivot(columns="figure", values="value", index=["draft", "domain",
-"temperature"])
+results.to_frame("alpha", "gain").pivot(columns="figure", values="value", index=["draft", "kind",
+"set", "temperature"])
 Results.concat({"demo": "out/demo/eval", "mine": results}, "tau")
 """
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from draftsmith.core.errors import InputError, RequirementError, nearest
 from draftsmith.core.io import read_json_value, write_text_atomic
-from draftsmith.core.options import reason_of
-from draftsmith.eval.requirement import Requirement, Scope
+from draftsmith.eval.requirement import Judged, Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import SCHEMA_VERSION, ResultsDocument, Row
-from draftsmith.eval.seeds import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-_COLUMNS = list(Row.__annotations__)
+SCHEMA_VERSION = 7
+PARTS = (
+    "definitions",
+    "remarks",
+    "config",
+    "base",
+    "drafts",
+    "temperatures",
+    "methods",
+    "models",
+    "suites",
+    "rows",
+    "counts",
+    "conditions",
+    "provenance",
+    "clock",
+)
 
 
 class Results(ResultsTable):
@@ -56,14 +66,13 @@ class Results(ResultsTable):
         version = document.get("schema_version") if isinstance(document, dict) else None
         if version != SCHEMA_VERSION:
             raise InputError(f"{file}: made by another version (schema {version}); evaluate again")
-        try:
-            _document_type().validate_python(document)
-        except ValidationError as error:
-            raise InputError(f"{file}: {reason_of(error).line}; evaluate again") from None
+        for part in PARTS:
+            if part not in document:
+                raise InputError(f"{file}: lacks {part!r}; evaluate again")
         return cls(document, file.parent)
 
     def write(self) -> None:
-        """Write results.json whole, with one line per row of its tables."""
+        """Write results.json whole, with one line per row of figures and per column of counts."""
         parts = []
         for key, value in self.document.items():
             text = json.dumps(value, indent=1, ensure_ascii=False)
@@ -78,50 +87,61 @@ class Results(ResultsTable):
         the bounds of their 95 % intervals (see `eval.requirement.Requirement`):
         `results.require("alpha[code] >= 0.4")`.
         """
-        methods = {draft: self.methods_of(draft) for draft in (*self.drafts, *self.shown)}
         scope = Scope(
             base=self.base,
             id_sets=self.domains("id"),
             ood_sets=self.domains("ood"),
             temperatures=self.temperatures,
-            methods=methods,
-            copying=shown(list(filter(self.copies_first, self.drafts))),
+            methods={draft: self.methods_of(draft) for draft in self.drafts},
+            copying=list(filter(self.copies_first, self.drafts)),
         )
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:
-            for key in requirement.keys(scope):
-                row = self.figure(requirement.figure, *key)
-                reason = self.why_undefined(row) if row and row["figure"] == "transfer" else None
-                timed = requirement.figure == "speedup"
-                busy = timed and self.busy(key.domain, key.temperature)
-                if line := requirement.unmet(key, row, reason, self.spread(row), busy=busy):
+            for judged in requirement.judged(scope):
+                if line := self._unmet(requirement, judged):
                     unmet.append(line)
         if unmet:
             raise RequirementError(unmet)
 
-    def to_frame(self, *figures: str) -> "DataFrame":
-        """Return the table as a pandas DataFrame, or the rows of some figures without the columns
-        that are empty there. Raise InputError for a figure that was not measured.
+    def _unmet(self, requirement: Requirement, judged: Judged) -> str | None:
+        row = self.figure(requirement.figure, *judged)
+        reason = self.why_undefined(row) if row and row["figure"] == "transfer" else ""
+        timed = requirement.figure == "speedup"
+        busy = timed and self.busy(judged.domain, judged.temperature)
+        return requirement.unmet(judged, row, reason, busy=busy)
 
-        Columns: figure, draft, domain, kind, temperature, tree, verifier, at, part, value, low,
-        high, n.
+    def to_frame(self, *figures: str, parts: bool = False) -> "DataFrame":
+        """Return the figures as a pandas DataFrame, or some of them without the columns that are
+        empty there; or, as "counts", the table of counts. Raise InputError for a figure that was
+        not measured.
+
+        parts: also the rows of parts of the answers. Columns: figure, draft, set, kind,
+        temperature, tree, rule, depth, part, value, low, high, n, seed_low, seed_high, seeds.
         """
-        return _frame(self.document["rows"], figures, _COLUMNS)
+        if figures == ("counts",):
+            return self.counts
+        return _frame(self.rows, figures, parts=parts)
 
     @classmethod
-    def concat(cls, runs: "Mapping[str, Results | str | Path]", *figures: str) -> "DataFrame":
+    def concat(
+        cls, runs: "Mapping[str, Results | str | Path]", *figures: str, parts: bool = False
+    ) -> "DataFrame":
         """Return the tables of several evaluations as one DataFrame, as `to_frame` does, with the
         name of the run in the first column, `run`.
 
         runs: results, or where to load them, by name. Raise InputError as `load` and `to_frame` do.
         """
+        import pandas
+
         if not isinstance(runs, Mapping) or not runs:
             raise InputError('runs: expected results by name, such as {"demo": results}')
-        rows: list[Mapping[str, object]] = []
+        frames = []
         for name, source in runs.items():
             results = source if isinstance(source, Results) else cls.load(source)
-            rows += [{"run": name} | row for row in results.document["rows"]]
-        return _frame(rows, figures, ["run", *_COLUMNS])
+            frame = results.rows.copy()
+            frame.insert(0, "run", name)
+            frames.append(frame)
+        return _frame(pandas.concat(frames, ignore_index=True), figures, parts=parts)
 
     def plot(self, name: str = "alpha") -> "Figure":
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
@@ -132,34 +152,25 @@ class Results(ResultsTable):
 
         if name not in FIGURES:
             raise InputError(f"plot: no figure {name!r}; {nearest(name, FIGURES)}")
-        figure = FIGURES[name](self, Look(LIGHT, roles_of(self.shown, self.base)))
-        if figure is None:
+        drawn = FIGURES[name](self, Look(LIGHT, roles_of(self.drafts, self.base)))
+        if drawn is None:
             raise InputError(f"plot: {name}: too few points were measured; to_frame() has them")
-        return figure
+        return drawn.figure
 
 
-@cache
-def _document_type() -> TypeAdapter[ResultsDocument]:
-    return TypeAdapter(ResultsDocument)
-
-
-def _frame(
-    rows: Sequence[Mapping[str, object]], figures: Sequence[str], columns: Sequence[str]
-) -> "DataFrame":
-    # pandas takes half a second to import, and only this needs it.
-    import pandas
-
-    frame = pandas.DataFrame(rows, columns=columns)
-    if not figures:
-        return frame
+def _frame(frame: "DataFrame", figures: Sequence[str], *, parts: bool) -> "DataFrame":
     known = sorted(set(frame["figure"]))
     for figure in figures:
         if figure not in known:
             raise InputError(f"no figure {figure!r}; {nearest(figure, known)}")
-    frame = frame[frame["figure"].isin(figures)]
-    frame = frame.reset_index(drop=True)
+    if not parts:
+        frame = frame[frame["part"].isna()]
+    if not figures:
+        return frame.reset_index(drop=True)
+    frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
     absent = frame.isna().all()
-    empty = [name for name in ("tree", "verifier", "at", "part") if absent[name]]
+    optional = ("tree", "rule", "depth", "part", "seed_low", "seed_high", "seeds")
+    empty = [name for name in optional if absent[name]]
     if len(figures) == 1:
         empty.append("figure")
     return frame.drop(columns=empty)

@@ -1,25 +1,17 @@
-"""The types of results.json, whose JSON Schema is docs/results.schema.json. definitions.yaml says
-what figures mean.
-"""
+"""Types of what results.json holds."""
 
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired
+from typing import Literal, NotRequired
 
 # pydantic reads those of `typing` only from Python 3.12 on.
 from typing_extensions import TypedDict
 
-from draftsmith.core.io import JsonObject
-
-SCHEMA_VERSION: Literal[6] = 6
+from draftsmith.eval.counts import TARGET as TARGET
 
 SuiteKind = Literal["id", "ood"]
 """A prompt set is in distribution (ID: what the drafts were aligned on) or out of distribution
 (OOD).
 """
 KINDS: tuple[SuiteKind, ...] = ("id", "ood")
-
-TARGET = "target"
-"""Name of the target in the column `draft`, for figures of the target decoding alone."""
 
 How = tuple[str, str]
 """Tree and verifier of a decoding method."""
@@ -40,74 +32,30 @@ class Estimate(TypedDict):
 
 
 class Row(TypedDict):
-    """One figure. `domain` is a prompt set, or `id` or `ood` for all sets of the kind pooled.
+    """One figure. `set` is None for all sets of a kind pooled.
 
-    `draft` is `target` for the target alone. `tree` and `verifier` are set for figures of decoding.
-    `at` is the depth of accept, the number of candidates, or the tenth of the draft's confidence.
-    `part` is a kind of position or a token. `n` is the number of groups of equal prompts; of
-    outputs for `identical` and `largest_gap`, of tokens for the `lost` figures.
+    `draft` is `target` for the target alone. `tree` and `rule` are set for figures of decoding,
+    `depth` for those by depth, `part` for those of a part of the answers. `n` is the number of
+    groups of equal prompts. `seed_low` and `seed_high` are those of the lowest and highest of
+    several training seeds.
     """
 
     figure: str
     draft: str
-    domain: str
+    set: str | None
     kind: SuiteKind
     temperature: float
     tree: str | None
-    verifier: str | None
-    at: int | None
+    rule: str | None
+    depth: int | None
     part: str | None
     value: float | None
     low: float | None
     high: float | None
     n: int
-
-
-class RowKey(NamedTuple):
-    """What a figure is about. `tree` and `verifier` are None unless it is a figure of decoding."""
-
-    draft: str
-    domain: str
-    temperature: float
-    tree: str | None = None
-    verifier: str | None = None
-
-
-class Counts(TypedDict):
-    """Per-prompt sums behind the rows of one set, in the order of its prompts; of `target`, its
-    continuations.
-    """
-
-    draft: str
-    domain: str
-    temperature: float
-    of: Literal["target", "alpha", "decoding", "speed"]
-    tree: str | None
-    verifier: str | None
-    per_prompt: dict[str, list[Any]]
-
-
-class SuiteRow(TypedDict):
-    """One prompt set; done + skipped + failed == read.
-
-    `prompt_hashes`: 16 hex digits per prompt, from its tokens. They pair two evaluations.
-    `prompt_groups`: a number per prompt, the same for prompts of one group, also
-    in several sets; older results have none.
-    """
-
-    name: str
-    kind: SuiteKind
-    source: str
-    read: int
-    done: int
-    skipped: int
-    failed: int
-    skipped_rows: list[dict[str, str]]
-    prompt_ids: list[str]
-    prompt_tokens: list[int]
-    prompt_hashes: list[str]
-    prompt_groups: NotRequired[list[int]]
-    digest: str
+    seed_low: float | None
+    seed_high: float | None
+    seeds: int | None
 
 
 class Training(TypedDict):
@@ -173,31 +121,3 @@ class Remark(TypedDict):
 
     about: str
     text: str
-
-
-class ResultsDocument(TypedDict):
-    """results.json: every figure is a row of `rows`, every sum behind them in `counts`."""
-
-    schema_version: Literal[6]
-    definitions: dict[str, str]
-    remarks: list[Remark]
-    config: JsonObject
-    base: str
-    drafts: list[str]
-    temperatures: list[float]
-    methods: list[JsonObject]
-    models: dict[str, ModelRow]
-    suites: list[SuiteRow]
-    rows: list[Row]
-    counts: list[Counts]
-    conditions: list[Conditions]
-    provenance: JsonObject
-    clock: JsonObject
-
-
-def definitions() -> dict[str, str]:
-    """Return the meaning of every figure, from definitions.yaml."""
-    import yaml
-
-    file = Path(__file__).parent / "definitions.yaml"
-    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))

@@ -1,12 +1,12 @@
 """The prompt sets of an evaluation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import hash_json
-from draftsmith.core.prompts import Prompt
+from draftsmith.core.prompts import Prompt, prompt_hash
 from draftsmith.core.ranks import say
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.schema import SuiteKind
@@ -37,6 +37,34 @@ def prompt_groups(suites: Sequence[Suite]) -> dict[str, list[int]]:
     """The group of each prompt by suite, numbered through all suites (`eval.groups`)."""
     numbers = iter(groups_of([prompt for suite in suites for prompt in suite.prompts]))
     return {suite.name: list(islice(numbers, len(suite.prompts))) for suite in suites}
+
+
+def suite_rows(
+    suites: Sequence[Suite], groups: Mapping[str, Sequence[int]]
+) -> list[dict[str, object]]:
+    """Return the rows of every prompt set that were read, done, skipped and failed, which add up,
+    and its prompts: `prompt_hashes`, 16 hex digits of the tokens, pair two evaluations.
+    """
+    rows: list[dict[str, object]] = []
+    for suite in suites:
+        prompts = suite.prompts
+        row = {
+            "name": suite.name,
+            "kind": suite.kind,
+            "source": without_secrets(suite.source),
+            "read": suite.rows,
+            "done": len(prompts),
+            "skipped": len(suite.skipped),
+            "failed": suite.rows - len(prompts) - len(suite.skipped),
+            "skipped_rows": [{"row": row, "reason": reason} for row, reason in suite.skipped],
+            "prompt_ids": [prompt.id for prompt in prompts],
+            "prompt_tokens": [len(prompt.ids) for prompt in prompts],
+            "prompt_hashes": [f"{prompt_hash(prompt.ids):016x}" for prompt in prompts],
+            "prompt_groups": groups[suite.name],
+            "digest": suite.digest,
+        }
+        rows.append(row)
+    return rows
 
 
 def fit(suites: Sequence[Suite], max_new_tokens: int, context: int | None) -> list[Suite]:

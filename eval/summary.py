@@ -1,10 +1,12 @@
-"""What `eval` prints: the decision and a table, and the compact object of `--json`."""
+"""What an evaluation says in words: the verdict, what decides it, what to do next, and what
+alignment changed. The terminal, the report, the tracker and `--json` have it from here.
+"""
 
-from dataclasses import asdict
+import shlex
+from dataclasses import dataclass
 from typing import Any
 
-from draftsmith.core.records import train_longer
-from draftsmith.eval.decision import Setting, decide
+from draftsmith.eval.decision import Decision, decide
 from draftsmith.eval.formats import (
     named_set,
     number,
@@ -13,135 +15,197 @@ from draftsmith.eval.formats import (
     with_interval,
     with_seeds,
 )
-from draftsmith.eval.report.findings import lead
+from draftsmith.eval.method import decode_options
+from draftsmith.eval.report import said
+from draftsmith.eval.report.tables import MOST_ROWS, first_rows
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import Estimate, Row
+
+# The figures of `--json`.
+MAIN = ("alpha", "gain", "transfer", "tau", "tau_predicted", "tau_needed", "speedup", "identical")
 
 
-def headline_and_table(results: ResultsTable) -> list[str]:
-    """The decision, what to do next, and `rows_by_set` as a table."""
+@dataclass(frozen=True)
+class Lead:
+    """The head of a report. command: what `todo` says, ready to paste. changes: a title, and a line
+    for each kind of sets.
+    """
+
+    decision: Decision
+    headline: str
+    decided: str
+    todo: str
+    command: str
+    robust: str
+    changes: list[str]
+    lossless: str
+    temperature: float
+
+
+def lead(results: ResultsTable) -> Lead:
+    """Put the verdict on an evaluation in words."""
+    decision = decide(results)
+    pays_at = decision.temperature
+    temperature = results.top_temperature if pays_at is None else pays_at
+    todo, command = _next(results, decision)
+    return Lead(
+        decision=decision,
+        headline=_headline(results, decision),
+        decided=_decided(decision),
+        todo=said("todo", todo),
+        command=command,
+        robust=_robust(results, decision),
+        changes=_changes(results, decision, temperature),
+        lossless=_lossless(results),
+        temperature=temperature,
+    )
+
+
+def lines(results: ResultsTable) -> list[str]:
+    """Return what `eval` prints: the verdict, the table of figures, and what alignment changed."""
     head = lead(results)
-    todo = " ".join([head.todo, head.command]).strip()
-    longer = []
-    for name in head.rises:
-        if command := train_longer(results.models[name]["name"]):
-            longer.append(f"train {name} longer: {command}")
-    more = filter(None, [head.rising, *longer, head.seeds])
-    return [head.headline, todo, *more, *table(results, head.temperature)]
+    return [*verdict(head), *table(results, head), *head.changes]
 
 
-def table(results: ResultsTable, decided: float) -> list[str]:
-    """`rows_by_set` as a table for the highest temperature, and one for the decided temperature if
-    that is another.
-    """
-    lines = []
-    for temperature in sorted({results.top_temperature, decided}):
-        title = f"temperature {temperature:g}, 95 % intervals"
-        lines += text_table(title, rows_by_set(results, temperature))
-    return lines
+def verdict(head: Lead) -> list[str]:
+    """Return the verdict, what decides it, and what to do next."""
+    todo = f"{head.todo}: {head.command}"
+    return list(filter(None, [head.headline, head.decided, todo, head.robust]))
 
 
-def rows_by_set(results: ResultsTable, temperature: float) -> list[dict[str, str]]:
-    """Alpha, tokens per call and speed by draft and set at a temperature: of the decided draft with
-    its decided tree, of others with the fastest there.
-    """
-    rows = []
-    decided = decide(results).setting
-    for alpha in results.by_set("alpha"):
-        if alpha["temperature"] == temperature and alpha["draft"] in results.shown:
-            tau = _tau(results, alpha, decided)
-            speedup = results.beside(tau, "speedup")
-            speed = with_interval(speedup, 2)
-            if speedup and results.busy(alpha["domain"], temperature):
-                speed = f"~{number(speedup['value'], 1)}"
-            row = {
-                "draft": alpha["draft"],
-                "set": named_set(alpha),
-                "alpha": with_seeds(alpha, results.spread(alpha)),
-                "tokens per call": with_interval(tau if tau["figure"] == "tau" else None, 2),
-                "predicted": with_interval(results.beside(tau, "tau_predicted"), 2),
-                "speed": speed,
-                "tree": tree_name(tau["tree"] or ""),
-            }
-            if not results.methods:
-                row = {name: row[name] for name in ("draft", "set", "alpha")}
-            rows.append(row)
-    return rows
-
-
-def _tau(results: ResultsTable, alpha: Row, decided: Setting | None) -> Row:
-    draft, domain, temperature = alpha["draft"], alpha["domain"], alpha["temperature"]
-    if decided is None or decided.draft != draft:
-        return results.best_tau(draft, domain, temperature)
-    return results.tau(draft, domain, temperature, decided.tree, decided.verifier)
+def table(results: ResultsTable, head: Lead) -> list[str]:
+    """Return the table of figures."""
+    rows = first_rows(results, head.decision, head.temperature)
+    found = text_table(f"temperature {head.temperature:g}, 95 % intervals", rows[:MOST_ROWS])
+    if len(rows) > MOST_ROWS:
+        found.append(f" and {len(rows) - MOST_ROWS} more rows in the report")
+    return found
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:
-    """Files, the decision, and the main figures with their intervals per draft, set and
-    temperature.
-    """
-    decision = decide(results)
-    decided = []
-    for cell in decision.cells:
-        where = {"domain": cell.domain, "temperature": cell.temperature}
-        signs = {"sign": cell.sign, "busy": cell.busy}
-        decided.append({**where, **signs, **_figure("speedup", cell.speedup)})
-    cells = []
-    for row in results.by_set("alpha"):
-        alphas = _figure("alpha", row) | _figure("gain", results.beside(row, "gain"))
-        taus = results.taus(row["draft"], row["domain"], row["temperature"])
-        decoding = [_decoding(results, tau) for tau in taus]
-        cells.append({**_about(row), "kind": row["kind"], **alphas, "decoding": decoding})
-    transfers = []
-    for row in results.rows("transfer"):
-        undefined = {"undefined": results.why_undefined(row)}
-        transfers.append({**_about(row), **_figure("transfer", row), **undefined})
+    """Files, the verdict, and the main figures with their intervals."""
+    head = lead(results)
+    decision = head.decision
     return {
         "results": str(results.directory / "results.json"),
         "report": str(results.directory / "report.html"),
         "base": results.base,
         "decision": {
             "verdict": decision.verdict,
-            "setting": asdict(decision.setting) if decision.setting else None,
-            "cells": decided,
-            **_figure("over_base", decision.over_base),
+            "setting": decision.setting._asdict() if decision.setting else None,
+            "temperature": decision.temperature,
+            "row": decision.row,
+            "headline": head.headline,
+            "todo": head.todo,
+            "command": head.command,
         },
         "remarks": [remark["text"] for remark in results.document["remarks"]],
         "peak_memory_bytes": results.document["clock"]["peak_memory_bytes"],
-        "cells": cells,
-        "transfer": transfers,
+        "rows": results.select(*MAIN),
     }
 
 
-def _about(row: Row) -> dict[str, object]:
-    return {"draft": row["draft"], "domain": row["domain"], "temperature": row["temperature"]}
+def _headline(results: ResultsTable, decision: Decision) -> str:
+    values = {"draft": "", "speed": "", "where": decision.where}
+    if decision.setting is not None:
+        speeds = [row["value"] for row in decision.paying] or [0.0]
+        low, high = number(min(speeds), 2), number(max(speeds), 2)
+        values["draft"] = decision.setting.draft
+        values["speed"] = low if low == high else f"{low} to {high}"
+    elsewhere = "" if results.domains("ood") else said("elsewhere")
+    return said("headlines", decision.verdict, elsewhere=elsewhere, **values)
 
 
-def _figure(name: str, row: Row | Estimate | None) -> dict[str, object]:
+def _decided(decision: Decision) -> str:
+    row = decision.row
     if row is None:
-        return {name: None, f"{name}_ci": None}
-    return {name: row["value"], f"{name}_ci": [row["low"], row["high"]]}
+        return said("decided", "nothing")
+    key = "speed" if row["figure"] == "speedup" else "untimed"
+    return said(
+        "decided",
+        "tokens" if decision.needed else key,
+        setting=f"{row['draft']} with {tree_name(row['tree'])} and {row['rule']}",
+        where=f"{named_set(row)}, T = {row['temperature']:g}",
+        speed=with_interval(row, 2),
+        tau=with_interval(row, 2),
+        needed=number(decision.needed, 2),
+        prompts=row["n"],
+        count=decision.comparisons,
+    )
 
 
-def _decoding(results: ResultsTable, tau: Row) -> dict[str, object]:
-    def value(name: str) -> float | None:
-        found = results.beside(tau, name)
-        return found["value"] if found else None
+def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
+    """What to do next, by its key, and the command that does it."""
+    document = results.document
+    target = document["models"]["target"]["name"]
+    decode = ["draftsmith", "decode", "--target", target]
+    command = document["provenance"]["command"]
+    config = document["config"]
+    if decision.setting and decision.temperature is not None:
+        setting = decision.setting
+        model = document["models"][setting.draft]
+        decode += decode_options(model, setting.tree, config.get("compile"))
+        decode += ["--verifier", setting.rule, "--temperature", f"{decision.temperature:g}"]
+        return decision.verdict, shlex.join([*decode, "--prompt", "TEXT"])
+    if decision.verdict == "reject":
+        return "reject", shlex.join([*decode, "--prompt", "TEXT"])
+    if not results.methods:
+        return "undecoded", _again(_again(command, "--tree", "chain:2"), "--speed_prompts", "8")
+    if decision.setting is None:
+        return "untimed", _again(command, "--speed_prompts", "8")
+    if decision.busy:
+        return "busy", shlex.join(["draftsmith", "eval", "--time_again", config.get("out", "DIR")])
+    return "unsure", _again(command, "--speed_prompts", str(4 * config["speed_prompts"]))
 
-    identical: dict[str, object] | None = None
-    if same := results.beside(tau, "identical"):
-        gap = value("largest_gap")
-        identical = {"same": int(same["value"] or 0), "of": same["n"], "largest_gap": gap}
-    run = results.beside(tau, "tau_run")
-    return {
-        "tree": tau["tree"],
-        "verifier": tau["verifier"],
-        "lossless": results.lossless(tau["verifier"]),
-        **_figure("tau", tau),
-        **_figure("tau_predicted", results.beside(tau, "tau_predicted")),
-        **_figure("speedup", results.beside(tau, "speedup")),
-        "tau_predicted_run": [run["low"], run["high"]] if run else None,
-        "identical_outputs": identical,
-        "tokens_per_s": value("tokens_per_s"),
-        "latency_s_per_token": value("latency_s_per_token"),
-    }
+
+def _again(command: str, option: str, value: str) -> str:
+    """A command with another value of an option."""
+    words = shlex.split(command)
+    if option in words:
+        words[words.index(option) + 1] = value
+    else:
+        words += [option, value]
+    return shlex.join(words)
+
+
+def _robust(results: ResultsTable, decision: Decision) -> str:
+    if not decision.robust or decision.setting is None or not decision.paying:
+        return ""
+    own, other = (
+        with_interval(results.alpha(draft, "ood"))
+        for draft in (decision.setting.draft, decision.robust)
+    )
+    return said("robust", draft=decision.robust, other=other, own=own)
+
+
+def _changes(results: ResultsTable, decision: Decision, temperature: float) -> list[str]:
+    """What alignment changed in the decided draft, or in the one that gained most."""
+    decided = decision.setting.draft if decision.setting else ""
+    draft = decided if decided in results.aligned else results.best_aligned
+    found = [said("changes", draft=draft, temperature=f"{temperature:g}")]
+    for kind in results.kinds:
+        parts = [f"alpha {with_seeds(results.alpha(draft, kind, temperature))}"]
+        if gain := results.gain(draft, kind, temperature):
+            gained = with_seeds(gain, sign=True)
+            parts.append(said("gained", gain=gained, base=results.base))
+        worst = results.worst_set(draft, temperature)
+        if worst and kind == "ood" and len(results.domains("ood")) > 1:
+            lost = with_interval(worst, sign=True)
+            parts.append(said("worst", set=worst["set"], gain=lost))
+        found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
+    return found
+
+
+def _lossless(results: ResultsTable) -> str:
+    """Whether outputs are the target's own."""
+    rules = sorted({rule for _, rule in results.methods})
+    lossy = [rule for rule in rules if not results.lossless(rule)]
+    parts = [said("lossy", names=", ".join(lossy))] if lossy else []
+    counts = results.counts
+    own = counts[counts["rule"].isin(set(rules) - set(lossy))]
+    sums = own.groupby("key", observed=True)["value"].sum()
+    if "outputs" in sums:
+        same, total = int(sums["identical"]), int(sums["outputs"])
+        parts.append(said("identical", same=same, total=total))
+    elif len(lossy) < len(rules):
+        parts.append(said("not_compared"))
+    return " ".join(parts)

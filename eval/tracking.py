@@ -5,9 +5,8 @@ import shutil
 from draftsmith.core import wandb_runs
 from draftsmith.core.ranks import launched
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.decision import decide
-from draftsmith.eval.report.findings import lead
 from draftsmith.eval.results import Results
+from draftsmith.eval.summary import lead
 
 # Figures that are logged as tables.
 TABLES = ("alpha", "gain", "transfer", "tau", "accept", "tau_predicted", "speedup")
@@ -26,11 +25,12 @@ def track(config: EvalConfig, results: Results) -> None:
     options = wandb_runs.run_options(
         out, out=out, identity=settings, beside={"processes": launched()}, job_type="eval"
     )
-    measured = [name for name in TABLES if any(results.rows(name))]
+    measured = [name for name in TABLES if results.select(name)]
     with wandb_runs.without_prompts(), wandb.init(project=wandb_runs.project(), **options) as run:
         wandb_runs.announce(run)
-        decision = {"decision": lead(results).headline, "verdict": decide(results).verdict}
-        run.summary.update(decision | figures(results))
+        head = lead(results)
+        verdict = {"decision": head.headline, "verdict": head.decision.verdict}
+        run.summary.update(verdict | figures(results))
         frames = {f"tables/{name}": results.to_frame(name) for name in measured}
         run.log({name: wandb.Table(dataframe=frame) for name, frame in frames.items()})
         plots = (out / "plots").glob("*.png")
@@ -48,12 +48,13 @@ def figures(results: Results) -> dict[str, float]:
     are left out.
     """
     named: dict[str, float] = {}
-    for row in results.rows("alpha", "gain", "tau", "speedup", "transfer"):
+    for row in results.select("alpha", "gain", "tau", "speedup", "transfer"):
         name = row["figure"]
-        if name == "speedup" and results.busy(row["domain"], row["temperature"]):
+        domain = row["set"] or row["kind"]
+        if name == "speedup" and results.busy(domain, row["temperature"]):
             name = "speedup_busy"
-        words = [name, row["draft"], row["domain"], f"T{row['temperature']:g}"]
-        words += filter(None, (row["tree"], row["verifier"]))
+        words = [name, row["draft"], domain, f"T{row['temperature']:g}"]
+        words += filter(None, (row["tree"], row["rule"]))
         if row["value"] is not None:
             named["/".join(words)] = row["value"]
     return named

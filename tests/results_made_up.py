@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from draftsmith.core.io import JsonObject, read_tree_file
 from draftsmith.core.prompts import Prompt
-from draftsmith.eval.diagnosis.root_step import RootMeasurement, RootStep
-from draftsmith.eval.method import Method
-from draftsmith.eval.pooled_runs import with_pooled_runs
-from draftsmith.eval.results import Results
-from draftsmith.eval.rows import Measured, Setting, assemble
-from draftsmith.eval.schema import ModelRow, ResultsDocument, SuiteKind, Training
-from draftsmith.eval.seeds import draft_of
-from draftsmith.eval.suites import Suite
+from draftsmith.decode.method import Method
+from draftsmith.eval.counts import Tally, Where, at_depths, decoded, packed, unpacked
+from draftsmith.eval.figures import definitions, estimate, rows_as_json
+from draftsmith.eval.remarks import conditions
+from draftsmith.eval.request import draft_and_seed
+from draftsmith.eval.results import SCHEMA_VERSION, Results
+from draftsmith.eval.schema import ModelRow, SuiteKind, Training
+from draftsmith.eval.suites import Suite, suite_rows
 
 
 def model_row(name: str) -> ModelRow:
@@ -48,12 +49,14 @@ def made_up(
     verifiers: Sequence[str] = ("speculative",),
     timed: bool = True,
     copies: int = 1,
-) -> ResultsDocument:
+) -> JsonObject:
     """Results of drafts whose acceptance is a level of 0.5 plus their gain; the first draft is the
     base. copies: how often each prompt stands in its set, with equal measurements.
     """
     rng = np.random.default_rng(0)
-    methods = [Method.of(tree, verifier) for tree in trees for verifier in verifiers]
+    methods = [
+        Method.of(tree, verifier, read_tree_file) for tree in trees for verifier in verifiers
+    ]
     sets = [
         Suite(
             name,
@@ -65,85 +68,72 @@ def made_up(
         )
         for name, kind in suites.items()
     ]
-    measured = Measured({}, {}, {}, {})
+    groups = {
+        suite.name: [i // copies + 1000 * n for i in range(prompts)] for n, suite in enumerate(sets)
+    }
+    tally = Tally()
     for suite in sets:
         level = rng.uniform(0.45, 0.55, size=prompts // copies).repeat(copies)
         for temperature in (0.0, 1.0):
-            at = (suite.name, temperature)
-            measured.baselines[at] = {
-                "output_ids": [[5] * 20] * prompts,
-                "finish_reason": ["length"] * prompts,
-            }
-            emitted = {"emitted": [20] * prompts, "prefill_s": [0.1] * prompts}
-            alone = {
-                "target_calls": [20] * prompts,
-                "decode_s": [2.0] * prompts,
-            }
-            runs: list[Any] = [{"draft": None, "tree": None, "verifier": None, **alone, **emitted}]
+
+            def append(run: str, counts: dict[str, Any], method: Method | None = None) -> None:
+                draft, seed = draft_and_seed(run)
+                where = Where(draft, seed, suite.name, suite.kind, temperature)  # noqa: B023
+                rows = [decoded(method, key, list(values)) for key, values in counts.items()]
+                tally.extend(where, groups[suite.name], rows)  # noqa: B023
+
+            def by_depth(run: str, key: str, rows: list[list[int]], method: Method) -> None:
+                draft, seed = draft_and_seed(run)
+                where = Where(draft, seed, suite.name, suite.kind, temperature)  # noqa: B023
+                tally.extend(where, groups[suite.name], at_depths(method, key, rows))  # noqa: B023
+
+            whole = [20] * prompts
+            append("target", {"tokens": whole, "stopped": [0] * prompts})
+            if timed:
+                seconds = {"decode_s": [2.0] * prompts, "whole_s": [2.1] * prompts}
+                append("target", {"timed_tokens": whole, "timed_calls": whole, **seconds})
             for draft, gain in gains.items():
                 noise = rng.normal(0, 0.01, size=prompts // copies).repeat(copies)
                 rate = level + gain[suite.kind] + noise
-                roots = {
-                    step.name: RootMeasurement(
-                        bound=list(rate * 8), reached=list(rate * 7), count=[8] * prompts
-                    )
-                    for method in methods
-                    if temperature and (step := RootStep.of(method)) is not None
-                }
-                measured.alphas[(*at, draft)] = {
-                    "sum": list(rate * 20),
-                    "greedy": list(rate * 19),
-                    "match": list(rate * 12),
-                    "missing": [0.0] * prompts,
-                    "count": [20] * prompts,
-                    "roots": roots,
-                    "predicted": {},
-                    "diagnosis": None,
-                }
+                alphas = {"alpha": rate * 20, "greedy": rate * 19, "match": rate * 12}
+                append(draft, {**alphas, "missing": [0.0] * prompts, "positions": whole})
                 calls = [max(7, round(20 / (1 + r + r * r))) for r in rate]
                 first = [min(20 - c, c) if offered else 0 for c in calls]
+                reached = [[c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)]
                 for method in methods:
-                    measured.decodings[(*at, draft, method)] = {
-                        "target_calls": calls,
-                        "emitted": [20] * prompts,
+                    decoding = {
+                        "calls": calls,
+                        "emitted": whole,
                         "proposed": [2 * c for c in calls],
                         "accepted": [20 - c for c in calls],
-                        "depth_sum": [2 * c for c in calls],
-                        "accepted_by_depth": [[f, 0] for f in first],
-                        "reached_by_depth": [
-                            [c, f] if offered else [0, 0] for c, f in zip(calls, first, strict=True)
-                        ],
-                        "identical": (
-                            {
-                                "same": prompts if same is None else same,
-                                "of": prompts,
-                                "largest_gap": gap,
-                            }
-                            if temperature == 0
-                            else None
-                        ),
+                        "offered_depth": [2 * c for c in calls],
                     }
-                    cell = {"draft": draft, "tree": method.tree, "verifier": method.verifier}
-                    timed_calls = {"target_calls": calls, "decode_s": [0.15 * c for c in calls]}
-                    runs.append({**cell, **timed_calls, **emitted})
-            if timed:
-                ids = [prompt.id for prompt in suite.prompts]
-                measured.speeds[at] = {
-                    "prompt_ids": ids,
-                    "runs": runs,
-                    "load": [0.5, 0.6],
-                }
-    setting = Setting(
-        suites=sets,
-        base=draft_of(next(iter(gains))),
-        temperatures=[0.0, 1.0],
-        methods=dict.fromkeys(gains, methods),
-        bootstrap=300,
-        seed=0,
-    )
-    return assemble(
-        *with_pooled_runs(setting, measured),
-        config={
+                    if not temperature:
+                        equal = prompts if same is None else same
+                        decoding["outputs"] = [1] * prompts
+                        decoding["identical"] = [int(i < equal) for i in range(prompts)]
+                        decoding["gap"] = [gap or 0.0] * prompts
+                    append(draft, decoding, method)
+                    by_depth(draft, "accepted_here", [[f, 0] for f in first], method)
+                    by_depth(draft, "reached", reached, method)
+                    if timed:
+                        seconds = {
+                            "decode_s": [0.15 * c for c in calls],
+                            "whole_s": [0.15 * c + 0.1 for c in calls],
+                        }
+                        clock = {"timed_tokens": whole, "timed_calls": calls, **seconds}
+                        append(draft, clock, method)
+    table = tally.table()
+    names = [name for name in gains if draft_and_seed(name)[1] == 1]
+    most = {method.tree: method.most_tokens for method in methods}
+    rows = estimate(table, base=names[0], resamples=300, most_tokens=most)
+    times = [(suite.name, temperature) for suite in sets for temperature in (0.0, 1.0)]
+    quiet = [conditions(*at, [0.5, 0.6], [0.1] * prompts, 2) for at in times if timed]
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "definitions": definitions(),
+        "remarks": [],
+        "config": {
             "seed": 0,
             "bootstrap": 300,
             "max_new_tokens": 20,
@@ -151,9 +141,21 @@ def made_up(
             "top_k": 0,
             "top_p": 1.0,
         },
-        models={"target": model_row("t"), **{draft: model_row(draft) for draft in gains}},
-        provenance={"command": "draftsmith eval", "versions": {"python": "3"}, "git_commit": None},
-        clock={
+        "base": names[0],
+        "drafts": names,
+        "temperatures": [0.0, 1.0],
+        "methods": [{**method.facts, "lossless": method.lossless} for method in methods],
+        "models": {"target": model_row("t"), **{draft: model_row(draft) for draft in gains}},
+        "suites": suite_rows(sets, groups),
+        "rows": rows_as_json(rows),
+        "counts": packed(table),
+        "conditions": quiet,
+        "provenance": {
+            "command": "draftsmith eval",
+            "versions": {"python": "3"},
+            "git_commit": None,
+        },
+        "clock": {
             "started": "then",
             "finished": "now",
             "cells_measured": 1,
@@ -161,7 +163,7 @@ def made_up(
             "peak_memory_bytes": 1_234_000_000,
             "machine": {"cpu": "a cpu", "cpus": 2, "gpu": None, "threads": 1},
         },
-    )
+    }
 
 
 def view(*args: Any, **options: Any) -> Results:
@@ -169,18 +171,9 @@ def view(*args: Any, **options: Any) -> Results:
     return Results(made_up(*args, **options), Path())
 
 
-# Figures by the clock: these rows, `counts` of speed, `conditions` and `clock` differ between two
-# equal runs.
-CLOCK = (
-    "tokens_per_s",
-    "latency_s_per_token",
-    "speedup",
-    "tau_needed",
-    "tokens",
-    "prefill_s",
-    "decode_s",
-    "speedup_with_prompt",
-)
+# Figures and counts by the clock: these, `conditions` and `clock` differ between two equal runs.
+CLOCK = ("tokens_per_s", "latency_s_per_token", "speedup", "tau_needed", "speedup_with_prompt")
+CLOCK_COUNTS = ("timed_tokens", "timed_calls", "decode_s", "whole_s")
 BASE: dict[SuiteKind, float] = {"id": 0.0, "ood": 0.0}
 BOTH: dict[str, SuiteKind] = {"prose": "id", "code": "ood"}
 
@@ -189,10 +182,9 @@ def timeless(document: Any) -> dict[str, Any]:
     """A results document without what two equal runs may differ in: the clock, and remarks on
     it.
     """
-    kept = {
-        key: value
-        for key, value in document.items()
-        if key not in ("clock", "conditions", "remarks")
-    }
+    differ = ("clock", "conditions", "remarks", "counts")
+    kept = {key: value for key, value in document.items() if key not in differ}
     kept["rows"] = [row for row in document["rows"] if row["figure"] not in CLOCK]
-    return {**kept, "counts": [each for each in document["counts"] if each["of"] != "speed"]}
+    counts = unpacked(document["counts"])
+    counts = counts[~counts["key"].isin(CLOCK_COUNTS)]
+    return {**kept, "counts": counts.to_csv()}

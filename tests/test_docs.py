@@ -305,14 +305,15 @@ def test_a_verifier_a_loss_and_a_suite_are_added_by_their_pages_alone(tmp_path):
         shutil.copytree(ROOT / room, tmp_path / room, symlinks=True, ignore=skipped)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("results"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for name in ("verifier", "loss", "suite"):
+    for name in ("verifier", "loss", "suite", "figure"):
         diff = diff_of(ROOT / "docs" / "extend" / f"{name}.md")
         subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=diff, text=True, check=True)
     files = [
-        f"tests/test_{name}.py" for name in ("decode_verify", "train_objectives", "core_suites")
+        f"tests/test_{name}.py"
+        for name in ("decode_verify", "train_objectives", "core_suites", "eval_counts")
     ]
     trial = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-    trial += ["-k", "mirrored or hellinger or definitions or dolly"]
+    trial += ["-k", "mirrored or hellinger or definitions or dolly or meaning"]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(trial, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and re.search(

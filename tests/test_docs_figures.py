@@ -42,7 +42,7 @@ def copy(tmp_path):
     return tmp_path
 
 
-ROW = "real-recipe/rows/figure=alpha&draft=eagle3&domain=chat&temperature=1"
+ROW = "real-recipe/rows/figure=alpha&draft=eagle3&set=chat&temperature=1"
 ONE = prose.Page(says=[f"has {{{ROW}/value | .3f}} on chat, at"])
 
 
@@ -70,7 +70,7 @@ def test_a_figure_that_is_copied_into_a_sentence_with_names_has_no_name(copy):
 
 
 def test_a_kept_result_that_changes_fails(copy, monkeypatch):
-    rows = [{"figure": "alpha", "draft": "eagle3", "domain": "chat", "temperature": 1.0}]
+    rows = [{"figure": "alpha", "draft": "eagle3", "set": "chat", "temperature": 1.0}]
     monkeypatch.setattr(prose, "_kept", lambda root, name: {"rows": [rows[0] | {"value": 0.3186}]})
     assert "the kept results say" in prose.problems(copy, "page.md", ONE)[0]
 
@@ -88,7 +88,7 @@ def test_names_are_joined_from_left_to_right_and_shown_with_intervals(copy):
 
 def test_a_gain_over_seeds_is_the_mean_of_the_seeds_with_an_interval_over_prompts():
     gain = prose.value(ROOT, "real-gpu/gain of eagle-muon-312-?-ts3 over eagle-muon-312-? on chat")
-    rows = "real-gpu/rows/figure=alpha&domain=chat&temperature=1&draft=eagle-muon-312"
+    rows = "real-gpu/rows/figure=alpha&set=chat&temperature=1&draft=eagle-muon-312"
     seeds = [prose.value(ROOT, f"{rows}-{seed}-ts3/value - {rows}-{seed}/value") for seed in (1, 2)]
     assert gain["value"] == pytest.approx(sum(seeds) / 2)
     assert gain["low"] < gain["value"] < gain["high"]

@@ -174,7 +174,7 @@ def test_alpha_in_training_is_alpha_of_the_loaded_draft(trained, target_dir, dis
     ]
     measured = alpha_sums(pair.target, draft, texts, Sampling(temperature=1.0), batch_size=2)
     trainee = LMTrainee(whole, parse_objective("ce"), pair.target).eval()
-    for row, alpha in zip(rows, measured["sum"], strict=True):
+    for row, alpha in zip(rows, measured["alpha"], strict=True):
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
         labels = torch.full_like(ids, IGNORE)
         labels[0, len(row["prompt_ids"]) - 1 : -1] = ids[0, len(row["prompt_ids"]) :]

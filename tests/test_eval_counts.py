@@ -145,6 +145,10 @@ def test_a_figure_of_ones_own_is_one_entry():
     assert definitions(own)["refused"] == "Calls that accepted nothing."
 
 
+def test_every_figure_has_a_meaning():
+    assert all(definitions().values()) and set(FIGURES) < set(definitions())
+
+
 def test_tau_of_a_chain_is_that_of_its_acceptance(rows):
     """With every step offering the whole chain, tau = 1 + a1 + a1 a2 (Leviathan et al. 2023)."""
     rng = np.random.default_rng(0)

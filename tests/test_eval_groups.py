@@ -1,6 +1,5 @@
 """Which prompts are one group, and that intervals, counts and verdicts are over groups."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +12,10 @@ from draftsmith.core.asked_hash import Groups
 from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import Prompt
 from draftsmith.eval import remarks
-from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, signs
+from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, resamples_of_sets, signs
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.results import Results
-from draftsmith.eval.rows import Setting
-from draftsmith.eval.schema import Estimate
 from draftsmith.eval.suites import Suite, prompt_groups
 from tests.results_made_up import BASE, BOTH, made_up
 
@@ -95,8 +92,7 @@ def test_copies_change_no_interval_no_count_and_no_sign():
     of_eighty = estimate(copied, resamples(list(range(8)) * 10, 500, 3))
     assert of_eighty == pytest.approx(of_eight) and of_eighty["n"] == 8
     assert estimate(copied, resamples([0] * 80, 500, 3))["low"] is None
-    gain = Estimate(value=0.1, low=0.005, high=0.195, n=80)
-    assert signs([gain]) == [1] and signs([of_eighty]) == [1]
+    assert signs([of_eighty]) == signs([of_eight]) == [-1]
 
 
 def test_ten_copies_of_eight_prompts_cover_the_truth_as_often_as_the_eight():
@@ -130,19 +126,12 @@ def test_results_count_groups_and_keep_the_number_of_prompts():
     copied = Results(made_up(gains, BOTH, prompts=80, copies=10), Path())
     once = Results(made_up(gains, BOTH, prompts=8), Path())
     assert copied.document["suites"][0]["done"] == 80
-    assert copied.document["suites"][1]["prompt_groups"] == copied.prompt_groups("prose")
-    assert copied.prompt_groups("prose") == [i // 10 for i in range(80)]
+    assert copied.document["suites"][0]["prompt_groups"] == [i // 10 for i in range(80)]
     pairs = zip(copied.document["rows"], once.document["rows"], strict=True)
     for many, eight in pairs:
-        if many["figure"] not in ("identical", "largest_gap"):
-            assert many["n"] == eight["n"], many["figure"]
+        assert many["n"] == eight["n"], many["figure"]
         for key in ("low", "high"):
             assert many[key] == pytest.approx(eight[key]), many["figure"]
-    # Results that were written before know equal prompts by their hashes.
-    old = json.loads(json.dumps(copied.document))
-    for suite in old["suites"]:
-        del suite["prompt_groups"]
-    assert len(set(Results(old, Path()).prompt_groups("prose"))) == 8
 
 
 def test_sets_that_share_prompts_are_resampled_as_one_where_they_are_pooled():
@@ -151,15 +140,15 @@ def test_sets_that_share_prompts_are_resampled_as_one_where_they_are_pooled():
         return Suite(name, "id", name, prompts, (), 6)
 
     suites = [suite("a", 0), suite("b", 100), suite("c", 3)]
-    setting = Setting(suites, "base", [1.0], {"base": []}, bootstrap=100, seed=0)
-    pool = setting.picks(suites, [6, 6, 6])
+    groups = prompt_groups(suites)
+    assert groups["c"] == [3, 4, 5, 12, 13, 14]
+    pool = resamples_of_sets(groups, 100, 0)
     assert pool.sizes == (9, 6) and pool.groups == 15 and pool.prompts == 18
     assert (pool.weights_RP[:, 3:6] == pool.weights_RP[:, 12:15]).all()
-    apart = setting.picks(suites[:2], [6, 6])
+    apart = resamples_of_sets({name: groups[name] for name in "ab"}, 100, 0)
     assert apart.sizes == (6, 6)
-    alone = setting.picks(suites[:1], [6])
+    alone = resamples_of_sets({"a": groups["a"]}, 100, 0)
     assert (apart.weights_RP[:, :6] == alone.weights_RP).all()
-    assert prompt_groups(suites)["c"] == [3, 4, 5, 12, 13, 14]
 
 
 def test_repeats_are_said_and_few_counts_groups():

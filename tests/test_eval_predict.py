@@ -13,16 +13,18 @@ from draftsmith.core.models import load_model
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import parse_tree
+from draftsmith.decode.stats import independent_tau
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.eval import decoding
 from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.counts import Count, of_method
 from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predictable
 from draftsmith.eval.reading import measure_alphas
-from tests.tiny_models import HEADS, near, stirred_head, tiny_llama
+from tests.tiny_models import HEADS, at_depth, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
 HOT, WARM, COLD = (
@@ -101,21 +103,23 @@ def _compare(
     rows = decoding.continuations(PROMPTS[:count], ours)
     cell = measure_alphas(target, {"d": draft}, rows, sampling, methods, batch_size=64)["d"]  # type: ignore[dict-item]
     for method in methods:
-        found = cell["predicted"][method.name]
-        _agree(found, task.decoding(draft, method, ours), method, sampling, count)
+        _agree(cell, task.decoding(draft, method, ours)["counts"], method, sampling, count)
 
 
-def _agree(found: Any, ran: Any, method: Method, sampling: Sampling, count: int) -> None:
+def _agree(
+    predicted: list[Count], decoded: list[Count], method: Method, sampling: Sampling, count: int
+) -> None:
+    found, ran = of_method(predicted, method), of_method(decoded, method)
     if sampling.greedy:
-        assert found["target_calls"] == pytest.approx(ran["target_calls"], abs=1e-9)
-        assert max(found["variance"]) < 1e-9
-    for key in ("accepted_by_depth", "reached_by_depth"):
-        for depth in range(method.shape.depth):
-            expected = torch.tensor([row[depth] for row in found[key]])
-            counted = torch.tensor([float(row[depth]) for row in ran[key]])
+        assert found["expected_calls"] == pytest.approx(ran["calls"], abs=1e-9)
+        assert max(found["calls_variance"]) < 1e-9
+    for one, other in (("expected_accepted", "accepted_here"), ("expected_reached", "reached")):
+        both = (at_depth(predicted, one, method), at_depth(decoded, other, method))
+        for depth, pair in enumerate(zip(*both, strict=True)):
+            expected, counted = (torch.tensor(values, dtype=torch.double) for values in pair)
             error = float((expected.var() + counted.var() + 1e-6) / count) ** 0.5
-            assert abs(float(expected.mean() - counted.mean())) < 4 * error + 1e-6, (key, depth)
-    calls, counted = torch.tensor(found["target_calls"]), torch.tensor(ran["target_calls"]).double()
+            assert abs(float(expected.mean() - counted.mean())) < 4 * error + 1e-6, (one, depth)
+    calls, counted = torch.tensor(found["expected_calls"]), torch.tensor(ran["calls"]).double()
     assert (
         abs(float(calls.mean() - counted.mean()))
         <= 4 * float((calls.var() + counted.var()) / count) ** 0.5 + 1e-6
@@ -158,12 +162,11 @@ def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
         for name, draft in (("a", pair[1]), ("b", near(pair[0], 0.1, 7))):
             alone = measure_alphas(pair[0], {name: draft}, rows, sampling, batch_size=8)[name]
             assert alone == both[name]
+            sums = of_method(alone)
             if sampling.greedy:
-                assert alone["sum"] == alone["greedy"] == alone["match"]
+                assert sums["alpha"] == sums["greedy"] == sums["match"]
             else:
-                assert sum(alone["match"]) < sum(alone["sum"]) and sum(alone["greedy"]) != sum(
-                    alone["sum"]
-                )
+                assert sum(sums["match"]) < sum(sums["alpha"]) != sum(sums["greedy"])
 
 
 def test_trees_that_grow_and_lossy_rules_are_not_predicted():
@@ -227,13 +230,20 @@ def cells(target_dir, draft_dir, tmp_path_factory):
         patch.setattr("draftsmith.eval.evaluate.write_report", lambda results: results.directory)
         results = evaluate(config)
     cells: list[tuple[Any, ...]] = []
-    for row in results.rows("tau_predicted"):
-        tau, run, independent = (
-            results.beside(row, name) for name in ("tau", "tau_run", "tau_independent")
+    for tau in results.select("tau"):
+        if tau["set"] is None:
+            continue
+        where: Any = (tau["draft"], tau["set"], tau["temperature"])
+        how: Any = (tau["tree"], tau["rule"])
+        predicted, run = (
+            results.figure(f"tau_{key}", *where, *how) for key in ("predicted", "run")
         )
-        if tau is not None and run is not None and row["domain"] != row["kind"]:
-            inside = run["low"] <= tau["value"] <= run["high"]  # type: ignore[operator]
-            cells.append((row["value"], tau["value"], inside, independent and independent["value"]))
+        alpha = results.alpha(*where)["value"]
+        assert predicted and run and alpha is not None
+        inside = run["low"] <= tau["value"] <= run["high"]
+        method = Method.of(*how)
+        formula = independent_tau([alpha] * method.shape.depth) if method.is_chain else None
+        cells.append((predicted["value"], tau["value"], inside, formula))
     return cells
 
 

@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 
 import numpy as np
+from pandas import DataFrame
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.prompts import Prompt, prompt_hash, read_prompt_hashes, write_prompt_hashes
 from draftsmith.demo.widen import widen
 from draftsmith.eval import remarks
-from draftsmith.eval.method import Method
+from draftsmith.eval.counts import Tally, Where
 from draftsmith.eval.schema import Conditions, ModelRow, SuiteKind
 from draftsmith.eval.suites import Suite
 
@@ -154,20 +155,22 @@ def test_a_target_that_is_padded_is_no_large_model_and_a_missing_kernel_is_said(
 
 
 def test_outputs_that_differ_from_the_targets_own_are_named_once_by_verifier():
-    def compared(same: int, gap: float | None) -> dict[str, object]:
-        return {"identical": {"same": same, "of": 4, "largest_gap": gap}}
+    def compared(*gaps_of_runs: tuple[str, str, list[float]]) -> DataFrame:
+        tally = Tally()
+        for tree, verifier, gaps in gaps_of_runs:
+            where = Where("mine", 1, "prose", "id", 0.0, tree, verifier)
+            tally.append(where, "outputs", range(4), [1] * 4)
+            tally.append(where, "identical", range(4), [gap == 0 for gap in gaps])
+            tally.append(where, "gap", range(4), gaps)
+        return tally.table()
 
-    chain, tree = Method.of("chain:3", "exact"), Method.of("kary:2,2", "exact")
-    decodings: dict[tuple[str, float, str, Method], dict[str, object]] = {
-        ("prose", 0.0, "base", chain): compared(1, 1.5),
-        ("prose", 0.0, "mine", tree): compared(4, None),
-        ("prose", 1.0, "base", chain): {"identical": None},
-        ("prose", 0.0, "base", Method.of("chain:3", "typical")): compared(0, 9.0),
-    }
-    (remark,) = remarks.of_outputs(decodings, "float32")
+    lossy = ("chain:3", "typical", [9.0] * 4)
+    same = ("kary:2,2", "exact", [0.0] * 4)
+    found = compared(("chain:3", "exact", [0.0, 1.5, 0.2, 0.1]), same, lossy)
+    (remark,) = remarks.of_outputs(found, "float32")
     assert remark["text"] == (
         "verifier exact: 3 of 8 outputs at temperature 0 differ from the target's own, where its "
         "logits are up to 1.5 apart in float32, more than rounding explains; it is not lossless"
     )
-    decodings["prose", 0.0, "base", chain] = compared(3, 0.9)
-    assert not list(remarks.of_outputs(decodings, "bfloat16"))
+    found = compared(("chain:3", "exact", [0.0, 0.0, 0.0, 0.9]), same, lossy)
+    assert not list(remarks.of_outputs(found, "bfloat16"))

@@ -12,19 +12,15 @@ from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.page import render_page
-from draftsmith.eval.request import check
+from draftsmith.eval.request import check, named_runs
 from draftsmith.eval.results import Results
 from draftsmith.eval.schema import SuiteKind
-from draftsmith.eval.seeds import Spread, named_runs
-from draftsmith.eval.summary import headline_and_table
 from tests.results_made_up import BASE, BOTH, view
 from tests.tiny_models import near, save_word_tokenizer, tiny_llama
 
 RUNS: dict[str, dict[SuiteKind, float]] = {
     "base": BASE,
-    "jsd#1": {"id": 0.20, "ood": 0.10},
+    "jsd": {"id": 0.20, "ood": 0.10},
     "jsd#2": {"id": 0.24, "ood": 0.06},
     "jsd#3": {"id": 0.22, "ood": 0.08},
 }
@@ -35,107 +31,74 @@ def results() -> Results:
     return view(RUNS, BOTH)
 
 
-def _alpha(results: Results, draft: str) -> float:
-    value = results.alpha(draft, "prose")["value"]
-    assert value is not None
-    return value
-
-
-def _sums(results: Results, draft: str, of: str, key: str) -> float:
-    counts = results.counts(of)
-    (found,) = [
-        row["per_prompt"][key]
-        for about, row in counts.items()
-        if (about.draft, about.domain, about.temperature) == (draft, "prose", 1.0)
-    ]
-    return float(np.sum(found))
+def _sums(results: Results, draft: str, key: str) -> Any:
+    """A count of every seed on prose at T = 1."""
+    counts = results.counts
+    here = (counts["set"] == "prose") & (counts["temperature"] == 1.0)
+    named = counts[here & (counts["draft"] == draft) & (counts["key"] == key)]
+    return named.groupby("seed", observed=True)["value"].sum().to_numpy()
 
 
 def test_figures_of_a_draft_add_up_the_counts_of_its_runs(results):
-    runs = ["jsd#1", "jsd#2", "jsd#3"]
-    assert results.drafts == ["base", *runs]
-    assert (results.shown, results.aligned) == (["base", "jsd"], ["jsd"])
+    assert (results.drafts, results.aligned) == (["base", "jsd"], ["jsd"])
     alpha = results.alpha("jsd", "prose")
-    of_runs = [results.alpha(run, "prose")["value"] for run in runs]
+    of_runs = _sums(results, "jsd", "alpha") / _sums(results, "jsd", "positions")
     assert alpha["value"] == pytest.approx(np.mean(of_runs))
-    assert results.spread(alpha) == Spread(min(of_runs), max(of_runs), "3")
-    emitted = sum(_sums(results, run, "decoding", "emitted") for run in runs)
-    calls = sum(_sums(results, run, "decoding", "target_calls") for run in runs)
-    assert results.tau("jsd", "prose")["value"] == pytest.approx(emitted / calls)
-    rate = emitted / sum(_sums(results, run, "speed", "decode_s") for run in runs)
-    alone = _sums(results, "target", "speed", "emitted") / _sums(
-        results, "target", "speed", "decode_s"
-    )
+    assert (alpha["seed_low"], alpha["seed_high"]) == pytest.approx((min(of_runs), max(of_runs)))
+    assert alpha["seeds"] == 3
+    emitted = _sums(results, "jsd", "emitted").sum()
+    tau = results.tau("jsd", "prose")["value"]
+    assert tau == pytest.approx(emitted / _sums(results, "jsd", "calls").sum())
+    rate = emitted / _sums(results, "jsd", "decode_s").sum()
+    alone = _sums(results, "target", "timed_tokens") / _sums(results, "target", "decode_s")
     speedup = results.speedup("jsd", "prose")
-    assert speedup is not None and speedup["value"] == pytest.approx(rate / alone)
+    assert speedup is not None and speedup["value"] == pytest.approx(rate / alone[0])
     gain = results.gain("jsd", "prose")
-    assert gain is not None
     base = results.alpha("base", "prose")["value"]
+    assert gain is not None and base is not None
     assert gain["value"] == pytest.approx(alpha["value"] - base)
-    spread = results.spread(gain)
-    assert spread is not None
-    assert spread[:2] == pytest.approx((min(of_runs) - base, max(of_runs) - base))
-    assert results.spread(results.alpha("jsd#1", "prose")) is None
-    assert results.spread(results.alpha("base", "prose")) is None
+    ends = (gain["seed_low"], gain["seed_high"])
+    assert ends == pytest.approx((min(of_runs) - base, max(of_runs) - base))
+    assert results.alpha("base", "prose")["seeds"] is None
 
 
 def test_the_interval_is_over_prompts_which_are_drawn_for_all_runs_at_once(results):
-    of_prompt = [
-        counts["per_prompt"]["sum"]
-        for key, counts in results.counts("alpha").items()
-        if key.draft.startswith("jsd#") and (key.domain, key.temperature) == ("prose", 1.0)
-    ]
-    mean_P = np.mean(of_prompt, axis=0)
+    counts = results.counts
+    here = (counts["set"] == "prose") & (counts["temperature"] == 1.0)
+    named = counts[here & (counts["draft"] == "jsd") & (counts["key"] == "alpha")]
+    mean_P = named.groupby("prompt")["value"].sum().to_numpy() / 3
     picks = resamples(range(24), 300, row_seed(0, "bootstrap/prose/24"))
     by_hand = estimate(PromptSums.of(mean_P, [20] * 24), picks)
     alpha = results.alpha("jsd", "prose")
-    assert len(of_prompt) == 3
     assert [alpha[key] for key in by_hand] == pytest.approx(list(by_hand.values()))
 
 
 def test_a_gain_over_a_base_with_seeds_spreads_over_every_pair_of_runs():
     more: dict[SuiteKind, float] = {"id": 0.02, "ood": 0.0}
-    results = view({"kl#1": BASE, "kl#2": more, "jsd#1": RUNS["jsd#1"], "jsd#2": BASE}, BOTH)
+    results = view({"kl": BASE, "kl#2": more, "jsd": RUNS["jsd"], "jsd#2": BASE}, BOTH)
     assert (results.base, results.aligned) == ("kl", ["jsd"])
-    one, two, *mine = [_alpha(results, run) for run in results.drafts]
+    base, mine = (
+        _sums(results, draft, "alpha") / _sums(results, draft, "positions")
+        for draft in ("kl", "jsd")
+    )
     gain = results.gain("jsd", "prose")
-    assert gain is not None and gain["value"] == pytest.approx(np.mean(mine) - np.mean([one, two]))
-    spread = results.spread(gain)
-    assert spread is not None and spread.seeds == "2 x 2"
-    pairs = [new - old for new in mine for old in (one, two)]
-    assert spread[:2] == pytest.approx((min(pairs), max(pairs)))
+    assert gain is not None and gain["value"] == pytest.approx(np.mean(mine) - np.mean(base))
+    pairs = [new - old for new in mine for old in base]
+    assert (gain["seed_low"], gain["seed_high"]) == pytest.approx((min(pairs), max(pairs)))
     assert results.gain("kl", "prose") is None
 
 
 def test_a_requirement_is_of_the_draft_and_of_every_run(results):
-    results.require(
-        "alpha[prose T=1] > 0.5", "gain[id T=1] > 0.1", "alpha[draft=jsd#2 prose] > 0.5"
-    )
+    results.require("alpha[prose T=1] > 0.5", "gain[id T=1] > 0.1")
     value = results.alpha("jsd", "prose")["value"]
     with pytest.raises(RequirementError) as caught:
         results.require(f"alpha[prose T=1] > {value - 0.015:.4f}")
     (line,) = caught.value.unmet
-    assert "seeds from" in line and "its lowest seed is not >" in line
+    assert "its lowest seed, 0.6" in line
     with pytest.raises(RequirementError) as caught:
         results.require("gain[prose T=1] > 0.9")
     (line,) = caught.value.unmet
     assert line.startswith("required gain[prose T=1] > 0.9: jsd on prose") and "low bound" in line
-
-
-def test_what_is_quoted_has_both_sources_of_variation(results):
-    page = render_page(results)
-    alpha = results.alpha("jsd", "id")
-    spread = results.spread(alpha)
-    assert spread is not None
-    quoted = f"3 seeds {spread.low:.3f} to {spread.high:.3f}"
-    assert quoted.replace(" seeds", "\N{NO-BREAK SPACE}seeds") in page
-    assert "95 % interval over prompts" in lead(results).seeds
-    lines = headline_and_table(results)
-    assert any(quoted in line for line in lines) and lead(results).seeds in lines
-    assert not any("jsd#1 " in line for line in lines[1:])
-    assert not lead(view({"base": BASE, "jsd": RUNS["jsd#1"]}, BOTH)).seeds
-    # What is shipped is one run.
-    assert "Ship jsd#" in lead(results).headline
 
 
 @pytest.mark.parametrize(
@@ -157,10 +120,10 @@ def test_runs_are_numbered_and_a_pattern_is_all_that_fit(tmp_path):
         (tmp_path / name).mkdir()
     named = named_runs([f"a={tmp_path}/s*", "base=b", "c=x", "c=y"])
     assert named == {
-        "a#1": f"{tmp_path}/s1",
+        "a": f"{tmp_path}/s1",
         "a#2": f"{tmp_path}/s2",
         "base": "b",
-        "c#1": "x",
+        "c": "x",
         "c#2": "y",
     }
     config = EvalConfig(target="t", draft=[f"a={tmp_path}/s*", "b=b"], id=["p.jsonl"], out="o")
@@ -168,8 +131,8 @@ def test_runs_are_numbered_and_a_pattern_is_all_that_fit(tmp_path):
     assert request.base == "a" and request.config.draft[:2] == [
         f"a={tmp_path}/s{i}" for i in (1, 2)
     ]
-    with pytest.raises(InputError, match="--base a#1"):
-        check(EvalConfig(target="t", draft=["a=x", "a=y"], base="a#1", id=["p.jsonl"], out="o"))
+    with pytest.raises(InputError, match="--base a#2"):
+        check(EvalConfig(target="t", draft=["a=x", "a=y"], base="a#2", id=["p.jsonl"], out="o"))
 
 
 def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
@@ -200,15 +163,13 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
 
     results = evaluate(**options("one", "two", base="jsd", require=["gain > -1"]))
     assert "draft jsd: its runs differ in no recorded option" in capsys.readouterr().err
-    runs = [_alpha(results, f"jsd#{number}") for number in (1, 2)]
-    assert results.alpha("jsd", "prose")["value"] == pytest.approx(np.mean(runs))
-    for figure in ("tau", "speedup", "tau_predicted", "headroom"):
+    runs = _sums(results, "jsd", "alpha") / _sums(results, "jsd", "positions")
+    alpha = results.alpha("jsd", "prose")
+    assert alpha["value"] == pytest.approx(np.mean(runs)) and alpha["seeds"] == 2
+    for figure in ("tau", "speedup", "tau_predicted"):
         assert results.figure(figure, "jsd", "prose", tree="chain:2") is not None
     gain = results.gain("base", "prose")
     assert gain is not None
-    assert gain["value"] == pytest.approx(_alpha(results, "base") - np.mean(runs))
-    spread = results.spread(gain)
-    assert spread is not None and spread.seeds == "1 x 2"
-    assert {row["draft"] for row in results.rows("gain_by_part")} == {"base"}
+    assert gain["value"] == pytest.approx(results.alpha("base", "prose")["value"] - np.mean(runs))
     with pytest.raises(InputError, match=r"--draft jsd: its runs are llama of [\d,]+ and llama of"):
         evaluate(**options("one", "small"))

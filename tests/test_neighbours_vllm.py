@@ -20,6 +20,7 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.layouts.export import WRITERS
 from draftsmith.drafts.load import load_source
 from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.counts import of_method
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import Traces, predict
 from draftsmith.eval.reading import measure_alphas
@@ -27,7 +28,7 @@ from draftsmith.train.config import HeadOptions
 from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
-from tests.tiny_models import stirred
+from tests.tiny_models import at_depth, stirred
 
 ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
@@ -210,8 +211,8 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     found = measure_alphas(
         pair.target, {"d": draft}, texts, Sampling(temperature=1.0), [method], batch_size=30
     )["d"]
-    expected = found["predicted"][method.name]
-    calls, by_depth = sum(expected["target_calls"]), np.array(expected["accepted_by_depth"]).sum(0)
+    calls = sum(of_method(found, method)["expected_calls"])
+    by_depth = np.array(at_depth(found, "expected_accepted", method)).sum(1)
     drafts, counted = (
         sum(row["drafts"] for row in rows),
         np.array([row["per_position"] for row in rows]).sum(0),
@@ -222,7 +223,8 @@ def test_acceptance_at_temperature_one_is_the_predicted_one(served, name, rule):
     assert abs(drafts - calls) <= noise.sum()
     assert (counted >= by_depth - noise).all() and (counted <= by_depth + noise + 2 * surplus).all()
     # What was measured tells the two rules apart.
-    other = sum(found["sum" if rule == "naive" else "greedy"]) / sum(found["count"])
+    whole = of_method(found)
+    other = sum(whole["alpha" if rule == "naive" else "greedy"]) / sum(whole["positions"])
     assert abs(counted[0] / drafts - other) > 0.02
 
 

@@ -27,6 +27,7 @@ from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.counts import of_method
 from draftsmith.eval.method import Method
 from draftsmith.eval.reading import measure_alphas
 from tests.distilled import rows_of
@@ -269,13 +270,17 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     sampling = Sampling(temperature=rows[0]["temperature"])
     methods = [Method.of("chain:4", "speculative")]
     wanted = measure_alphas(target, pair.drafts, texts, sampling, methods, batch_size=16)["d"]
-    alpha = sum(wanted["sum"]) / sum(wanted["count"])
-    calls = sum(wanted["predicted"]["chain:4 speculative"]["target_calls"])
-    for figure in figures:
-        value = alpha if figure["metric"] == "alpha" else sum(wanted["count"]) / calls
-        assert figure["value"] == pytest.approx(value, abs=1e-5)
+    whole = of_method(wanted)
+    calls = of_method(wanted, methods[0])["expected_calls"]
+    values = {
+        "alpha": sum(whole["alpha"]) / sum(whole["positions"]),
+        "tau_predicted": sum(whole["positions"]) / sum(calls),
+    }
+    shown = [figure for figure in figures if figure["figure"] in values]
+    for figure in shown:
+        assert figure["value"] == pytest.approx(values[figure["figure"]], abs=1e-5)
         assert figure["low"] < figure["value"] < figure["high"]
-    assert [figure["kind"] for figure in figures] == ["id", "id", "ood", "ood"]
+    assert {figure["kind"] for figure in shown} == {"id", "ood"} and len(shown) == 8
     assert {figure["draft"] for figure in figures} == {"mine"}
     said = door.refused(*words, "--id", tmp_path)
     assert "manifest.json" in said

@@ -128,6 +128,6 @@ def test_two_processes_or_states_hold_what_one_cannot(
     alone("train", "--data", "set", "--out", "far", *states)
     alone("read", "--draft", "far", "--id", "set", "--out", "far-eval", *states)
     (figure, *_) = json.loads((tmp_path / "far-eval" / "states.json").read_text())["figures"]
-    assert figure["metric"] == "alpha" and 0.5 < figure["value"] < 1
+    assert figure["figure"] == "alpha" and 0.5 < figure["value"] < 1
     cells = [json.loads(cell.read_text()) for cell in tmp_path.glob("eval/cells/*")]
     assert any("sum" in cell for cell in cells)

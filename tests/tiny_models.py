@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.method import Method
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleHead
@@ -28,7 +29,8 @@ from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.copying import AnyDraft
-from draftsmith.eval.reading import AlphaMeasurement, measure_alphas
+from draftsmith.eval.counts import Count, of_method
+from draftsmith.eval.reading import measure_alphas
 
 M = TypeVar("M", bound=nn.Module)
 V = 23
@@ -159,6 +161,12 @@ def alpha_sums(
     rows: Sequence[Continuation],
     sampling: Sampling,
     **options: Any,
-) -> AlphaMeasurement:
-    """`measure_alphas` of a single draft."""
-    return measure_alphas(target, {"draft": draft}, rows, sampling, **options)["draft"]
+) -> dict[str, Sequence[float]]:
+    """The counts of whole answers of a single draft, without those of predictions."""
+    return of_method(measure_alphas(target, {"draft": draft}, rows, sampling, **options)["draft"])
+
+
+def at_depth(counts: Sequence[Count], key: str, method: Method) -> list[Sequence[float]]:
+    """A count of a method at every depth."""
+    named = [count for count in counts if (count.key, count.rule) == (key, method.verifier)]
+    return [count.values_P for count in named if count.tree == method.tree]

@@ -33,6 +33,7 @@ from draftsmith.distill.score import score
 from draftsmith.drafts.heads import HEADS, Head
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.counts import of_method
 from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.objective import parse_objective
@@ -260,16 +261,16 @@ def measures(subject: Subject) -> None:
     sampling = Sampling(temperature=1.0)
     together = measure_alphas(subject.model, drafts, subject.texts, sampling, batch_size=3)
     for name in drafts:
-        alone = []
+        alone: list[float] = []
         for text in subject.texts:
             only = {name: drafts[name]}
             each = measure_alphas(subject.model, only, [text], sampling, batch_size=1)
-            alone += each[name]["sum"]
-        equal = same(torch.tensor(together[name]["sum"]), torch.tensor(alone))
+            alone += of_method(each[name])["alpha"]
+        equal = same(torch.tensor(of_method(together[name])["alpha"]), torch.tensor(alone))
         require(equal, f"{name}: a batch has another alpha than its rows")
-    itself = together["itself"]
-    counts = torch.tensor(itself["count"]).float()
-    require(same(torch.tensor(itself["sum"]), counts), "alpha of the target itself is not 1")
+    itself = of_method(together["itself"])
+    positions = torch.tensor(itself["positions"]).float()
+    require(same(torch.tensor(itself["alpha"]), positions), "alpha of the target itself is not 1")
 
 
 class Scripted(TextProposer):

@@ -187,7 +187,7 @@ def long_texts(results: Results) -> Evidence:
     rows = []
     for domain in results.domains():
         alphas = [results.alpha(draft, domain, 1.0) for draft in LENGTHS]
-        change = real_tables.gain_over_seeds(results.document, "long", "short", domain)
+        change = real_tables.gain_over_seeds(results, "long", "short", domain)
         rows.append([f"{int(domain):,}", *map(with_interval, alphas), gap(change)])
     heading = ["tokens of the prompt", *LENGTHS.values(), "long over short rows"]
     shown = table(heading, rows)

@@ -1,15 +1,11 @@
 """Tables of the study of heads on small pairs."""
 
 import re
-from collections.abc import Sequence
-from functools import partial
 
 from benchmarks.lib.pages import by_temperature, table
 from benchmarks.studies.frontier_tables import Alphas, over_seeds
 from benchmarks.studies.real_figures import sums_of
 from benchmarks.studies.real_tables import NAMES
-from draftsmith.core.io import JsonObject
-from draftsmith.eval.bootstrap import PromptSums
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.results import Results
 
@@ -25,11 +21,10 @@ def heads(results: Results, first: str) -> list[str]:
     alphas = [sums_of(results, at) for at in (0.0, 1.0)]
     taus = []
     for way in results.methods:
-        taus += [sums_of(results, at, "decoding", _tau, way) for at in (0.0, 1.0)]
+        taus += [sums_of(results, at, ("emitted", "calls"), way) for at in (0.0, 1.0)]
     tokens = range(int(chain[0].partition(":")[2]))
-    accepted = [
-        sums_of(results, 1.0, "decoding", partial(_at_depth, depth), chain) for depth in tokens
-    ]
+    depth = ("accepted_here", "reached")
+    accepted = [sums_of(results, 1.0, depth, chain, token + 1) for token in tokens]
     rows = []
     depths = []
     for kind in dict.fromkeys(draft.rpartition("-")[0] for draft in results.drafts):
@@ -57,16 +52,3 @@ def heads(results: Results, first: str) -> list[str]:
 def _seeds_of(kind: str, sums: dict[str, Alphas]) -> list[Alphas]:
     """Of the drafts of a kind, one for each training seed."""
     return [alphas for draft, alphas in sums.items() if re.fullmatch(rf"{kind}-\d+", draft)]
-
-
-def _tau(part: JsonObject) -> PromptSums:
-    return PromptSums.of(part["emitted"], part["target_calls"])
-
-
-def _at_depth(depth: int, part: JsonObject) -> PromptSums:
-    """How often a token of that depth was accepted, of how often it was reached."""
-
-    def counted(what: str) -> Sequence[float]:
-        return [row[depth] if depth < len(row) else 0 for row in part[f"{what}_by_depth"]]
-
-    return PromptSums.of(counted("accepted"), counted("reached"))

@@ -23,6 +23,7 @@ from benchmarks.studies.figures import kept
 from benchmarks.studies.real_tables import gain_over_seeds
 from draftsmith.core.io import read_json
 from draftsmith.eval.formats import with_interval
+from draftsmith.eval.results import Results
 
 _SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _GAIN = re.compile(r"gain of (\S+) over (\S+) on (\S+)")
@@ -123,17 +124,19 @@ def _kept(root: Path, name: str) -> Any:
 
 
 def _step(found: Any, step: str) -> Any:
-    """A value of a dict or list; the one row of a list for which `key=value&key=value` holds."""
+    """A value of a dict or list; the one row of a list for which `key=value&key=value` holds. A
+    value that is empty is null, as the set of a pool; rows of parts are left out.
+    """
     if gain := _GAIN.fullmatch(step):
-        return gain_over_seeds(found, *gain.groups())
+        return gain_over_seeds(Results(found, Path()), *gain.groups())
     if isinstance(found, dict):
         return found[step]
     if "=" not in step:
         return found[int(step)]
-    rows = found
+    rows = [row for row in found if row.get("part") is None]
     for condition in step.split("&"):
         key, _, text = condition.partition("=")
-        wanted = float(text) if re.fullmatch(r"[\d.]+", text) else text
+        wanted = float(text) if re.fullmatch(r"[\d.]+", text) else text or None
         rows = [row for row in rows if row.get(key) == wanted]
     if len(rows) != 1:
         raise KeyError(f"{len(rows)} rows with {step}")

@@ -77,24 +77,23 @@ def over_seeds(results: Results, temperature: float) -> JsonObject:
     return frontier_tables.document_of(sets, alphas[results.base], found, 2000)
 
 
-def _alpha(counts: JsonObject) -> PromptSums:
-    return PromptSums.of(counts["sum"], counts["count"])
-
-
 def sums_of(
     results: Results,
     temperature: float,
-    of: str = "alpha",
-    ratio: Callable[[JsonObject], PromptSums] = _alpha,
+    ratio: tuple[str, str] = ("alpha", "positions"),
     way: tuple[str | None, str | None] = (None, None),
+    depth: int | None = None,
 ) -> dict[str, frontier_tables.Alphas]:
-    """A ratio of the counts of one measurement by draft, set and prompt. way: tree and verifier, if
-    it is of decoding.
-    """
+    """A ratio of counts by draft, set and prompt. way: tree and verifier, if it is of decoding."""
+    counts = results.counts
+    counts = counts[(counts["temperature"] == temperature) & counts["key"].isin(ratio)]
+    for name, value in {"tree": way[0], "rule": way[1], "depth": depth, "part": None}.items():
+        chosen = counts[name].isna() if value is None else counts[name] == value
+        counts = counts[chosen]
     found: dict[str, frontier_tables.Alphas] = {}
-    for (draft, domain, *how), counts in results.counts(of).items():
-        if how == [temperature, *way]:
-            found.setdefault(draft, {})[domain] = ratio(counts["per_prompt"])
+    for (draft, domain), part in counts.groupby(["draft", "set"], observed=True):
+        above, below = (part[part["key"] == key]["value"].to_numpy() for key in ratio)
+        found.setdefault(draft, {})[domain] = PromptSums.of(above, below)
     return found
 
 
@@ -220,7 +219,7 @@ def _by_depth(results: Results, names: Mapping[str, str], figure: Figure, look: 
         for number, draft in enumerate(drafts):
             rows = results.series("accept_predicted", draft, place, 1.0, **CHAIN)
             aside = _from_middle(number, drafts) * 0.06
-            places = [(row["at"] or 0) + aside for row in rows]
+            places = [(row["depth"] or 0) + aside for row in rows]
             _points(ax, places, rows, draft, names, look, joined=True)
         ax.set_xticks(range(1, 5))
         ax.set_xlabel("drafted token")

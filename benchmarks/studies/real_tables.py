@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -184,21 +183,19 @@ def amounts(results: Results, first: str, temperature: float) -> str:
     )
 
 
-def gain_over_seeds(document: Any, new: str, old: str, domain: str) -> Estimate:
+def gain_over_seeds(results: Results, new: str, old: str, domain: str) -> Estimate:
     """Return the gain in alpha of some drafts over others at temperature 1, the mean over the
     training seeds of each, with its interval over prompts.
     """
+    document = results.document
     (suite,) = [row for row in document["suites"] if row["name"] == domain]
-    groups = suite.get("prompt_groups", suite["prompt_hashes"])
+    alphas = real_figures.sums_of(results, 1.0)
 
     def sums(pattern: str) -> PromptSums:
-        counts = []
-        for row in document["counts"]:
-            at = (row["of"], row["domain"], row["temperature"])
-            if at == ("alpha", domain, 1.0) and fnmatchcase(row["draft"], pattern):
-                counts.append(row["per_prompt"])
-        accepted = np.sum([each["sum"] for each in counts], axis=0)
-        return PromptSums.of(accepted, np.sum([each["count"] for each in counts], axis=0))
+        named = [alphas[draft][domain] for draft in alphas if fnmatchcase(draft, pattern)]
+        accepted = np.sum([each.numerator_P for each in named], axis=0)
+        return PromptSums(accepted, np.sum([each.denominator_P for each in named], axis=0))
 
-    picks = resamples(groups, document["config"]["bootstrap"], document["config"]["seed"])
+    config = document["config"]
+    picks = resamples(suite["prompt_groups"], config["bootstrap"], config["seed"])
     return difference(sums(new), sums(old), picks)

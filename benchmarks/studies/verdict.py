@@ -25,25 +25,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from draftsmith.core.io import JsonObject
 from draftsmith.core.prompts import Prompt
+from draftsmith.decode.method import Method
+from draftsmith.eval.counts import TARGET, Tally, Where
 from draftsmith.eval.decision import Decision, decide
-from draftsmith.eval.decoding import SpeedRun
-from draftsmith.eval.method import Method
-from draftsmith.eval.predict import PredictedCounts
-from draftsmith.eval.reading import AlphaMeasurement
+from draftsmith.eval.figures import FIGURES, estimate, rows_as_json
+from draftsmith.eval.remarks import conditions
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.rows import (
-    Measured,
-    Setting,
-    counts,
-    decoding_rows,
-    prediction_rows,
-    speed_rows,
-    suite_rows,
-    timing_conditions,
-)
-from draftsmith.eval.schema import ModelRow
-from draftsmith.eval.suites import Suite
+from draftsmith.eval.schema import Conditions
+from draftsmith.eval.suites import Suite, prompt_groups
 
 Floats = NDArray[np.float64]
 Kind = Literal["null", "gain", "hopeless"]
@@ -58,6 +49,7 @@ SPREAD = 0.3
 METHOD = Method.of("chain:2", "speculative")
 CPUS = 2
 SHIPPED = ("ship", "ship_for")
+JUDGED = {name: FIGURES[name] for name in ("tau", "tau_predicted", "tau_needed", "speedup")}
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,14 @@ class Draft:
 
     tau: float
     cost: float
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The counts of an evaluation, and how quiet the machine was."""
+
+    tally: Tally
+    conditions: list[Conditions]
 
 
 def draft_of(kind: Kind, rng: np.random.Generator) -> Draft:
@@ -108,105 +108,48 @@ def suite_of(name: str, prompts: int, repeats: int, rng: np.random.Generator) ->
     return Suite(name, "ood" if name == "code" else "id", name, tuple(made), (), len(made))
 
 
-def measured_of(
+def counted(
     suites: Sequence[Suite], drafts: dict[str, Draft], repeats: int, clock: Clock, seed: int
-) -> Measured:
+) -> Counted:
     """Draw the counts and seconds of every draft on every set."""
     rng = np.random.default_rng([seed, 1])
-    measured = Measured({}, {}, {}, {})
+    groups = prompt_groups(suites)
+    tally = Tally()
+    found_conditions = []
     for suite in suites:
         prompts = len(suite.prompts)
-        at = (suite.name, 1.0)
         apart = prompts // repeats
         step_P = STEP_S * rng.lognormal(0.0, 0.03, apart).repeat(repeats)
         answers = [TOKENS * step_P]
         calls = [np.full(prompts, TOKENS)]
-        for name, draft in drafts.items():
+        predicted = [np.full(prompts, TOKENS)]
+        for draft in drafts.values():
             # The share of tokens that cost no call differs from prompt to prompt; its mean is kept.
             saved_P = (1 - 1 / draft.tau) * rng.lognormal(-(SPREAD**2) / 2, SPREAD, apart)
             saved_P = np.minimum(saved_P, 0.95)
             counted_P = TOKENS - rng.binomial(TOKENS, saved_P)
-            tau_P = (1 / (1 - saved_P)).repeat(repeats)
             counted_P = np.maximum(counted_P, 1).repeat(repeats)
             calls.append(counted_P)
             answers.append(counted_P * draft.cost * step_P)
-            measured.alphas[(*at, name)] = alpha_of(tau_P)
-            zeros: list[list[int]] = [[] for _ in range(prompts)]
-            measured.decodings[(*at, name, METHOD)] = {
-                "target_calls": counted_P.tolist(),
-                "emitted": [TOKENS] * prompts,
-                "proposed": (2 * counted_P).tolist(),
-                "accepted": (TOKENS - counted_P).tolist(),
-                "depth_sum": (2 * counted_P).tolist(),
-                "accepted_by_depth": zeros,
-                "reached_by_depth": zeros,
-                "identical": None,
-            }
-        measured.baselines[at] = {
-            "output_ids": [[0] * TOKENS] * prompts,
-            "finish_reason": ["length"] * prompts,
-        }
+            predicted.append(TOKENS * (1 - saved_P).repeat(repeats))
         timed_PC = seconds(np.stack(answers, 1), clock, rng)
-        runs = []
-        for index, drafted in enumerate([None, *drafts]):
-            run = SpeedRun(
-                draft=drafted,
-                tree=METHOD.tree if drafted else None,
-                verifier=METHOD.verifier if drafted else None,
-                emitted=[TOKENS] * prompts,
-                target_calls=calls[index].tolist(),
-                prefill_s=[STEP_S] * prompts,
-                decode_s=timed_PC[:, index].tolist(),
-            )
-            runs.append(run)
-        measured.speeds[at] = {
-            "prompt_ids": [prompt.id for prompt in suite.prompts],
-            "runs": runs,
-            "load": [0.5, 0.5] if clock == "quiet" else [5.0, 5.0],
-        }
-    return measured
-
-
-def alpha_of(tau_P: Floats) -> AlphaMeasurement:
-    """What reading the target's own text says of a draft: its expected calls."""
-    alpha_P = np.minimum((tau_P - 1) / tau_P, 1.0)
-    nothing = [0.0] * len(tau_P)
-    predicted: dict[str, PredictedCounts] = {
-        METHOD.name: {
-            "target_calls": (TOKENS / tau_P).tolist(),
-            "variance": (TOKENS * alpha_P * (1 - alpha_P)).tolist(),
-            "accepted_by_depth": [[] for _ in tau_P],
-            "reached_by_depth": [[] for _ in tau_P],
-        }
-    }
-    return {
-        "sum": (TOKENS * alpha_P).tolist(),
-        "greedy": nothing,
-        "match": nothing,
-        "missing": nothing,
-        "count": [TOKENS] * len(tau_P),
-        "roots": {},
-        "predicted": predicted,
-        "diagnosis": None,
-    }
-
-
-def model_row(name: str) -> ModelRow:
-    """A model whose size differs from the others', so that only speed tells them apart."""
-    return ModelRow(
-        name=name,
-        kind="draft",
-        fingerprint=name,
-        model_type="llama",
-        parameters=1,
-        memory_bytes=len(name),
-        vocabulary=30_000,
-        context=None,
-        dtype="float32",
-        quantize="none",
-        device="cpu",
-        training=None,
-    )
+        for index, name in enumerate([TARGET, *drafts]):
+            how = (METHOD.tree, METHOD.verifier) if index else (None, None)
+            where = Where(name, 1, suite.name, suite.kind, 1.0, *how)
+            counts = {
+                "timed_tokens": np.full(prompts, TOKENS),
+                "timed_calls": calls[index],
+                "decode_s": timed_PC[:, index],
+            }
+            if index:
+                counts |= {key: np.full(prompts, TOKENS) for key in ("emitted", "expected_tokens")}
+                counts |= {"calls": calls[index], "expected_calls": predicted[index]}
+            for key, values in counts.items():
+                tally.append(where, key, groups[suite.name], values)
+        load = [0.5, 0.5] if clock == "quiet" else [5.0, 5.0]
+        rates = (timed_PC[:, 0] / TOKENS).tolist()
+        found_conditions.append(conditions(suite.name, 1.0, load, rates, CPUS))
+    return Counted(tally, found_conditions)
 
 
 def decided(
@@ -218,36 +161,26 @@ def decided(
     drafts = {"base": Draft(1.4, 1.75), "mine": draft_of(kind, rng)}
     if kind == "hopeless":
         drafts["base"] = Draft(1.0, 1.5)
-    measured = measured_of(suites, drafts, repeats, clock, seed)
-    setting = Setting(suites, "base", [1.0], dict.fromkeys(drafts, [METHOD]), bootstrap, seed)
-    tables = (decoding_rows, prediction_rows, speed_rows)
-    document: Any = {
+    measured = counted(suites, drafts, repeats, clock, seed)
+    table = measured.tally.table()
+    rows = estimate(table, JUDGED, base="base", resamples=bootstrap, seed=seed)
+    document: JsonObject = {
         "base": "base",
         "drafts": list(drafts),
         "temperatures": [1.0],
-        "config": {"seed": seed, "bootstrap": bootstrap},
         "methods": [METHOD.facts | {"lossless": True}],
-        "models": {name: model_row(name) for name in drafts},
-        "suites": list(suite_rows(setting)),
-        "rows": [row for make in tables for row in make(setting, measured)],
-        "counts": list(counts(setting, measured)),
-        "conditions": timing_conditions(measured, CPUS),
+        "suites": [{"name": suite.name, "kind": suite.kind} for suite in suites],
+        "rows": rows_as_json(rows),
+        "conditions": measured.conditions,
     }
     return decide(ResultsTable(document, Path()))
 
 
-def spans_1(decision: Decision) -> bool:
-    """Whether the chosen setting's interval spans 1 in some cell."""
-    ends = [(cell.speedup["low"], cell.speedup["high"]) for cell in decision.cells]
-    return any(low is None or high is None or low <= 1 <= high for low, high in ends)
-
-
 @dataclass
-class Tally:
-    """Verdicts on drafts of each kind, and how often "cannot tell" had an interval beside 1."""
+class Tallied:
+    """Verdicts on drafts of each kind."""
 
     verdicts: dict[Kind, Counter[str]]
-    beside_1: int = 0
 
     def share(self, kind: Kind, *verdicts: str) -> float:
         """The share of drafts of a kind that had one of these verdicts."""
@@ -266,24 +199,22 @@ def line(row: Mapping[str, Any]) -> str:
         "nearly twice" if row["repeats"] > 1 else "once",
         f"{share(row['null'], *SHIPPED):.1%}",
         f"{share(row['gain'], *SHIPPED):.0%}",
-        f"{share(row['gain'], 'rejected'):.1%}",
-        f"{share(row['hopeless'], 'rejected'):.1%}",
-        str(row["beside_1"]),
+        f"{share(row['gain'], 'reject'):.1%}",
+        f"{share(row['hopeless'], 'reject'):.1%}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 def tally(
     clock: Clock, repeats: int, runs: int, sizes: Sequence[int] = SIZES, bootstrap: int = 300
-) -> Tally:
+) -> Tallied:
     """Decide on `runs` drafts of each kind, of the sizes in turn."""
-    found = Tally({kind: Counter() for kind in KINDS})
+    found = Tallied({kind: Counter() for kind in KINDS})
     for kind in KINDS:
         for index in range(runs):
             prompts = sizes[index % len(sizes)]
             decision = decided(kind, clock, prompts, repeats, 1000 * index + repeats, bootstrap)
             found.verdicts[kind][decision.verdict] += 1
-            found.beside_1 += decision.verdict == "busy" and not spans_1(decision)
     return found
 
 
@@ -296,7 +227,6 @@ def study(runs: int) -> list[dict[str, object]]:
             row: dict[str, object] = {"clock": clock, "repeats": repeats}
             for kind, verdicts in found.verdicts.items():
                 row[kind] = verdicts
-            row["beside_1"] = found.beside_1
             rows.append(row)
             sys.stdout.write(f"{line(row)}\n")
             sys.stdout.flush()

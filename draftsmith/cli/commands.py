@@ -134,10 +134,10 @@ def _align_files(config: "AlignConfig", command: str) -> CommandResult:
 
 def _measured(results: "Results", shown: "JsonObject") -> CommandResult:
     """Return what an evaluation prints at its end."""
-    from draftsmith.eval.summary import headline_and_table, summary
+    from draftsmith.eval.summary import lines, summary
 
     shown |= summary(results)
-    return CommandResult(shown, [*headline_and_table(results), f"report: {shown['report']}"])
+    return CommandResult(shown, [*lines(results), f"report: {shown['report']}"])
 
 
 def _demo(config: "DemoConfig", command: str) -> CommandResult:
@@ -145,17 +145,15 @@ def _demo(config: "DemoConfig", command: str) -> CommandResult:
     from draftsmith.core.ranks import from_main
     from draftsmith.demo import demo_run
     from draftsmith.eval.results import Results
-    from draftsmith.eval.summary import summary, table
+    from draftsmith.eval.summary import summary
 
     started = time.monotonic()
     options = demo_run.prepare(Path(config.out), config.short, config.device)
     *_, last = run_stages(options, command)
     results = Results.load(last.options.out)
     large = demo_run.time_large(options, config.short)
-    page = from_main(lambda: demo_run.write_page(results, large))
-    # The one verdict is that of the large target: beside the small one nothing is timed.
+    lines = from_main(lambda: demo_run.write_page(results, large))
     shown = {"out": config.out, **summary(results), "large": summary(large)}
-    lines = [*table(results, results.top_temperature), *page]
     return CommandResult(shown, [*lines, f"took {time.monotonic() - started:.0f} s"])
 
 
@@ -171,15 +169,16 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
 
 
 def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
-    from draftsmith.eval.formats import with_interval
+    from draftsmith.eval.formats import named_set, with_interval
     from draftsmith.eval.stored_states import evaluate_from_states
 
     summary = evaluate_from_states(config)
     lines = []
     for figure in summary["figures"]:
-        what = " ".join(filter(None, [figure["metric"], figure.get("tree")]))
-        where = f"{figure['kind']} {figure['suite']}: {figure['draft']}"
-        lines.append(f"{where}: {what} {with_interval(figure, 3)}")
+        if figure["figure"] in ("alpha", "tau_predicted"):
+            what = " ".join(filter(None, [figure["figure"], figure["tree"]]))
+            where = f"{named_set(figure)}: {figure['draft']}"
+            lines.append(f"{where}: {what} {with_interval(figure, 3)}")
     return CommandResult(summary, lines)
 
 

@@ -20,13 +20,9 @@ from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.evaluate import evaluate
-from draftsmith.eval.report import WORDS
-from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.page import FIGURES, Picture, render_template
-from draftsmith.eval.report.tables import Table
-from draftsmith.eval.report.theme import LIGHT, Look, inline_svg, roles_of
+from draftsmith.eval.report.page import first_table, pictures, render_template
 from draftsmith.eval.results import Results
-from draftsmith.eval.summary import headline_and_table, rows_by_set
+from draftsmith.eval.summary import lead, table, verdict
 
 RECIPES = Path(__file__).parent / "recipes"
 PAIR = Path(__file__).parent / "pair"
@@ -110,38 +106,42 @@ def time_large(options: AlignConfig, short: bool) -> Results:
 
 
 def write_page(small: Results, large: Results) -> list[str]:
-    """Write OUT/report.html, which leads with the large target; return its lines."""
+    """Write OUT/report.html, which leads with the large target; return what the demo prints. The
+    one verdict is that of the large target: beside the small one nothing is timed.
+    """
     small_m = small.document["models"]["target"]["parameters"] / 1e6
     large_m = large.document["models"]["target"]["parameters"] / 1e6
     padded = (
         f"The target here is the shipped one of {small_m:.1f} M parameters, padded with zeros to "
         f"{large_m:.0f} M: it writes the same and costs as a large one."
     )
-    headline, *lines = headline_and_table(large)
-    title = f"The drafts at temperature {large.top_temperature:g}"
-    rows = rows_by_set(large, large.top_temperature)
-    words = WORDS["figures"]["alpha"]
-    figure = FIGURES["alpha"](small, Look(LIGHT, roles_of(small.shown, small.base)))
-    pictures = []
-    if figure is not None:
-        svg = inline_svg(figure, "alpha", words["title"])
-        more = (
-            f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; above, "
-            f"two sets and {_most_prompts(large)} prompts of each, so that α differs."
-        )
-        pictures.append(Picture(words["title"], words["caption"] + more, svg))
+    more = (
+        f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; below, two "
+        f"sets and {_most_prompts(large)} prompts of each, so that α differs."
+    )
+    head = lead(large)
     page = large.directory.parent / "report.html"
     html = render_template(
         "demo.html.j2",
-        headline,
-        pictures,
+        head,
+        pictures=pictures(small, "alpha", more=more),
         padded=padded,
-        table=Table(title, "With 95 % intervals.", 2, rows),
-        lead=lead(large),
+        first=first_table(large, head),
         small=f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay.",
     )
     write_text_atomic(page, html)
-    return ["", padded, headline, *lines, f"report: {page.resolve()}"]
+    measured = lead(small)
+    return [
+        *table(small, measured),
+        "",
+        padded,
+        *verdict(head),
+        *table(large, head),
+        "",
+        "With the shipped target:",
+        *measured.changes,
+        f"report: {page.resolve()}",
+    ]
 
 
 def _most_prompts(results: Results) -> int:

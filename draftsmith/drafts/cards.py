@@ -189,22 +189,22 @@ def _evaluated(results: JsonObject, draft: str) -> JsonObject:
     """
     names = dict.fromkeys((results["base"], draft))
     suites = {suite["name"] for suite in results["suites"]}
-    rows = [row for row in results["rows"] if row["domain"] in suites]
+    rows = [row for row in results["rows"] if row["set"] in suites and row["part"] is None]
     # alpha by draft, prompt set and temperature.
     intervals: dict[tuple[str, str, float], str] = {}
     for row in rows:
         if row["figure"] == "alpha":
-            intervals[row["draft"], row["domain"], row["temperature"]] = _interval(row)
+            intervals[row["draft"], row["set"], row["temperature"]] = _interval(row)
     alphas: list[list[str]] = []
     calls: list[list[str]] = []
     for row in rows:
-        suite = row["domain"]
+        suite = row["set"]
         temperature = row["temperature"]
         if row["draft"] == draft and row["figure"] == "alpha":
             of_names = [intervals[name, suite, temperature] for name in names]
             alphas.append([f"{suite} ({row['kind'].upper()})", temperature, *of_names])
         if row["draft"] == draft and row["figure"] == "tau":
-            method = f"{row['tree']}, {row['verifier']}"
+            method = f"{row['tree']}, {row['rule']}"
             calls.append([suite, temperature, method, _interval(row)])
     head = ["prompts", "temperature", *(f"alpha of {name}" for name in names)]
     return {"results": results, "alpha_head": head, "alphas": alphas, "calls": calls}

@@ -135,7 +135,7 @@ def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
     Holm's correction is over all that were timed, because the best of three looks better than it
     is.
     """
-    if signs(speedups, ratios=True)[best] == 1:
+    if signs(speedups)[best] == 1:
         return True
     return False if (speedups[best]["value"] or 0.0) <= 1 else None
 

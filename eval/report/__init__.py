@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-# The sentences, captions, notes and columns of a report.
+# The sentences and titles of an evaluation.
 _WORDS = Path(__file__).parent / "templates" / "words.yaml"
 WORDS: dict[str, Any] = yaml.safe_load(_WORDS.read_text(encoding="utf-8"))
 

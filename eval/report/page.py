@@ -1,12 +1,8 @@
-"""results.json as one page to read: the answer in words, the figures, the numbers, and how they
-were made.
-"""
+"""results.json as one page to read: the picture, the figures, what decides, and the rest folded."""
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -14,34 +10,27 @@ from markupsafe import Markup
 from draftsmith.core.io import write_text_atomic
 from draftsmith.eval.formats import tree_name
 from draftsmith.eval.report import WORDS, figures
-from draftsmith.eval.report.findings import lead
-from draftsmith.eval.report.tables import tables
+from draftsmith.eval.report.tables import Table, first_rows, tables
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import BUSY
+from draftsmith.eval.summary import Lead, lead
 
-# A table longer than this is folded; it is all there, one click away, without a script.
-OPEN_ROWS = 40
+FIGURES = {
+    "alpha": figures.alpha_figure,
+    "gain": figures.gain_figure,
+    "tau": figures.tau_figure,
+    "accept": figures.accept_figure,
+    "context": figures.context_figure,
+    "confidence": figures.confidence_figure,
+}
 
 
-@dataclass(frozen=True)
-class Picture:
+class Picture(NamedTuple):
     """A figure of the page: its heading, what to read off it, and the drawing."""
 
     title: str
     caption: str
     drawing: Markup
-
-
-FIGURES = {
-    "alpha": figures.alpha_figure,
-    "gain": figures.gain_figure,
-    "training": figures.training_figure,
-    "accept": figures.accept_figure,
-    "context": figures.context_figure,
-    "tau": figures.tau_figure,
-    "calibration": figures.calibration_figure,
-}
 
 
 def write_report(results: ResultsTable) -> Path:
@@ -53,56 +42,51 @@ def write_report(results: ResultsTable) -> Path:
 
 def render_page(results: ResultsTable, png_directory: Path | None = None) -> str:
     """The page as text; PNGs beside it when a directory is given."""
-    look = Look(LIGHT, roles_of(results.shown, results.base))
-    pictures = []
-    for name, draw in FIGURES.items():
-        figure = draw(results, look)
-        if figure is None:
-            continue
-        words = WORDS["figures"][name]
-        title = words["title"]
-        caption = words["caption"] if results.aligned else words.get("alone", words["caption"])
-        if name == "accept":
-            tree, verifier = results.methods[0]
-            lossy = "" if results.lossless(verifier) else " (lossless: false)"
-            caption += (
-                f" Tree {tree_name(tree)}, verifier {verifier}{lossy}, temperature "
-                f"{results.top_temperature:g}."
-            )
-        pictures.append(Picture(title, caption, inline_svg(figure, name, f"{title}. {caption}")))
-        if png_directory is not None:
-            write_png(figure, png_directory / f"{name}.png")
     prompts = {"id": 0, "ood": 0}
     for suite in results.document["suites"]:
         prompts[suite["kind"]] += suite["done"]
-    remarks = [row["text"] for row in results.document["remarks"] if row["about"] != BUSY]
     head = lead(results)
-    of_pairs = () if results.aligned else ("gain", "transfer")
-    words = results.document["definitions"]
-    definitions = {word: text for word, text in words.items() if word not in of_pairs}
     return render_template(
         "report.html.j2",
-        head.headline,
-        pictures,
+        head,
+        pictures=pictures(results, png_directory=png_directory),
+        first=first_table(results, head),
         results=results.document,
-        lead=head,
-        remarks=remarks,
         tables=tables(results),
-        definitions=definitions,
-        open_rows=OPEN_ROWS,
         prompts=prompts,
-        timed=_timed(results),
     )
 
 
-def _timed(results: ResultsTable) -> str:
-    """How many prompts of a set the clock counted, if not all."""
-    counts = sorted({row["n"] for row in results.by_set("speedup")})
-    most = max(len(set(results.prompt_groups(name))) for name in results.domains())
-    return " to ".join(map(str, counts)) if counts and counts[0] < most else ""
+def pictures(
+    results: ResultsTable, *names: str, more: str = "", png_directory: Path | None = None
+) -> list[Picture]:
+    """The figures of the page, or some of them; `more` ends their captions."""
+    look = Look(LIGHT, roles_of(results.drafts, results.base))
+    found = []
+    for name in names or FIGURES:
+        drawn = FIGURES[name](results, look)
+        if drawn is None:
+            continue
+        words = WORDS["figures"][name]
+        tree, rule = results.methods[0] if results.methods else ("", "")
+        method = f"{tree_name(tree)}, {rule}"
+        caption = words["caption"].format(base=results.base, method=method) + more
+        label = f"{words['title']}. {drawn.text}"
+        found.append(Picture(words["title"], caption, inline_svg(drawn.figure, name, label)))
+        if png_directory is not None:
+            write_png(drawn.figure, png_directory / f"{name}.png")
+    return found
 
 
-def render_template(name: str, headline: str, pictures: Sequence[Picture], **values: Any) -> str:
+def first_table(results: ResultsTable, head: Lead) -> Table:
+    """The table that the terminal prints too."""
+    words = WORDS["first_table"]
+    rows = first_rows(results, head.decision, head.temperature)
+    note = words["note"].format(temperature=f"{head.temperature:g}")
+    return Table(words["title"], note, 2, rows)
+
+
+def render_template(name: str, head: Lead, **values: Any) -> str:
     """A page from its template in `templates/`, everything that came from outside escaped."""
     environment = Environment(
         loader=PackageLoader("draftsmith.eval.report"),
@@ -113,7 +97,7 @@ def render_template(name: str, headline: str, pictures: Sequence[Picture], **val
     )
     environment.filters["unbroken"] = _unbroken
     template = environment.get_template(name)
-    return template.render(headline=headline, pictures=pictures, light=LIGHT, dark=DARK, **values)
+    return template.render(lead=head, light=LIGHT, dark=DARK, **values)
 
 
 def _unbroken(text: str) -> str:

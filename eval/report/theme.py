@@ -19,7 +19,6 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 from draftsmith.core.io import atomic_file
-from draftsmith.eval.seeds import draft_of
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _PALETTES = yaml.safe_load((_TEMPLATES / "palettes.yaml").read_text(encoding="utf-8"))
@@ -41,15 +40,15 @@ class Look:
     roles: dict[str, str]
 
     def colour(self, draft: str) -> str:
-        """The colour of a draft, and of its runs."""
-        return self.colours[self.roles[draft_of(draft)]]
+        """The colour of a draft."""
+        return self.colours[self.roles[draft]]
 
     def marker(self, draft: str) -> str:
         """The marker of a draft, so that colour is never the only difference."""
-        if self.roles[draft_of(draft)] == "base":
+        if self.roles[draft] == "base":
             return "o"
         aligned = [name for name, role in self.roles.items() if role != "base"]
-        return _MARKERS[aligned.index(draft_of(draft)) % len(_MARKERS)]
+        return _MARKERS[aligned.index(draft) % len(_MARKERS)]
 
 
 def roles_of(drafts: Sequence[str], base: str) -> dict[str, str]:

@@ -1,1 +1,0 @@
-"""Explain why drafted tokens are accepted or not."""
