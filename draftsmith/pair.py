@@ -15,12 +15,12 @@ from typing import Annotated, Any, TypedDict, TypeVar, Unpack, overload
 from pydantic import BeforeValidator
 
 from draftsmith.config import DecodeConfig
-from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_tree_file
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
 from draftsmith.core.options import AtLeast0, AtLeast1, PenaltyOptions, Seed, Text, options
 from draftsmith.core.prompts import Prompt
+from draftsmith.core.retrieval_text import read_documents
 from draftsmith.core.sampling import generator, row_seed
 from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
 from draftsmith.core.tokenization import decode_text

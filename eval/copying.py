@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.core.documents import read_documents
+from draftsmith.core.retrieval_text import read_documents
 from draftsmith.decode import PromptLookupProposer
 from draftsmith.decode.propose.lookup_first import copy_at
 from draftsmith.decode.propose.prompt_lookup import NgramIndex

@@ -6,8 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from draftsmith.core.documents import read_documents
 from draftsmith.core.errors import InputError
+from draftsmith.core.retrieval_text import read_documents
 
 
 def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypatch):

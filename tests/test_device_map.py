@@ -11,8 +11,8 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.core import large_target
 from draftsmith.core.errors import InputError
 from draftsmith.core.large_target import is_spread
+from draftsmith.core.model_configs import read_config, without_values
 from draftsmith.core.models import fingerprint, load_model
-from draftsmith.core.shapes import read_config, without_values
 from draftsmith.core.teacher_rows import COLUMN
 from draftsmith.decode import PromptLookupProposer, SpeculativeDecoder
 from draftsmith.decoding import take_over

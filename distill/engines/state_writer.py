@@ -18,7 +18,7 @@ from torch import Tensor
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, make_dir
-from draftsmith.core.shapes import read_config
+from draftsmith.core.model_configs import read_config
 from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError
+from draftsmith.core.model_configs import Loading, read_config, without_values
 from draftsmith.core.ranks import launched, say
-from draftsmith.core.shapes import Loading, read_config, without_values
 from draftsmith.core.transformers_api import DistributedConfig, load_offloaded_parameter
 
 INSTEAD = "in one process use --target_device_map auto, or let an engine hold it (--states)"

@@ -31,10 +31,10 @@ from draftsmith.core.large_target import (
     values_of,
     whole,
 )
+from draftsmith.core.model_configs import Loading, read_config
 from draftsmith.core.ranks import from_each
 from draftsmith.core.records import check_weights
 from draftsmith.core.settings import Quantize as Quantize
-from draftsmith.core.shapes import Loading, read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.core.transformers_api import AutoHfQuantizer, cached_file

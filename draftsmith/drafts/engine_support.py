@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import offline_if_unreachable, why_not
 from draftsmith.core.io import JsonObject
-from draftsmith.core.shapes import read_config
+from draftsmith.core.model_configs import read_config
 from draftsmith.core.sources import check_source, no_model
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer
 from draftsmith.drafts.config import BLOCK_KINDS, DoctorConfig

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.hub import cached
 from draftsmith.core.io import JsonObject, read_json
+from draftsmith.core.model_configs import own_dtype, read_config
 from draftsmith.core.models import (
     DTYPES,
     Quantize,
@@ -29,7 +30,6 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.records import read_record
-from draftsmith.core.shapes import own_dtype, read_config
 from draftsmith.core.sources import check_source
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
 from draftsmith.drafts.draft_vocabulary import (
