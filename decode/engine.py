@@ -10,10 +10,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from numbers import Integral
 from typing import TypeVar
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -95,8 +93,6 @@ class SpeculativeDecoder:
         self.verifier = VERIFIERS["exact"]
         self.drawing: Drawing = "deterministic"
         if proposer is not None:
-            if isinstance(proposer, type) or not hasattr(proposer, "default_tree"):
-                raise ValueError(f"proposer: expected an object of a Proposer, got {proposer!r}")
             if tree is None:
                 self.tree = proposer.default_tree()
             elif isinstance(tree, TreeShape):
@@ -157,11 +153,6 @@ class SpeculativeDecoder:
         if eos_ids is None:
             eos_ids = eos_of(self.target)
         self.check(prompts, max_new_tokens)
-        _check_options(sampling, eos_ids, stop)
-        if len(generators) != len(prompts):
-            raise ValueError(
-                f"generators: expected one per prompt, {len(prompts)}, got {len(generators)}"
-            )
         if not len(prompts):
             return BatchOutput([], 0.0, 0.0)
         say_ignored(str(self.target.name_or_path), self.target, followed=PENALTIES)
@@ -264,21 +255,9 @@ class SpeculativeDecoder:
                 "the target is in training mode, where dropout changes its outputs; call "
                 "target.eval()"
             )
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
         vocabulary = vocabulary_size(self.target)
         for row, prompt in enumerate(prompts):
-            # Neither texts, bytes nor tensors: their items are of other types.
-            kinds = set(map(type, prompt)) if isinstance(prompt, Sequence | np.ndarray) else {str}
-            integers = all(
-                issubclass(kind, Integral) and not issubclass(kind, bool) for kind in kinds
-            )
-            if (
-                isinstance(prompt, bytes | bytearray)
-                or not integers
-                or not len(prompt)
-                or not 0 <= min(prompt) <= max(prompt) < vocabulary
-            ):
+            if not len(prompt) or not 0 <= min(prompt) <= max(prompt) < vocabulary:
                 raise ValueError(
                     f"prompt {row}: expected at least one token id, each from 0 to {vocabulary - 1}"
                 )
@@ -290,12 +269,3 @@ class SpeculativeDecoder:
         if self.target.device.type == "cuda":
             torch.cuda.synchronize(self.target.device)
         return time.perf_counter()
-
-
-def _check_options(sampling: object, eos_ids: object, stop: object) -> None:
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling: expected Sampling(temperature=...), got {sampling!r}")
-    if not isinstance(eos_ids, Collection) or isinstance(eos_ids, str):
-        raise ValueError(f"eos_ids: expected a list of token ids, got {eos_ids!r}")
-    if stop is not None and not callable(stop):
-        raise ValueError(f"stop: expected a function of token ids, got {stop!r}")

@@ -3,9 +3,8 @@
 Legend: n positions of the joined text, c occurrences, L tokens of a continuation, rank: an index
 into the sorted positions.
 
-Positions in the joined documents are sorted by the tokens *before* them, read backwards, so that
-positions after the same tokens are neighbours. The sort is prefix doubling (Manber and Myers 1993)
-in which only groups that still tie are sorted again (Larsson and Sadakane 2007).
+Positions in the joined documents are sorted by the `LONGEST` tokens *before* them, read backwards,
+so that positions after the same tokens are neighbours.
 """
 
 import hashlib
@@ -19,6 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 SEPARATOR = -1
+# Tokens that are looked up at most.
+LONGEST = 16
 # Above this many occurrences, continuations are counted on an even sample: frequencies are off by
 # some 3 %, but the cost of a lookup does not grow with them.
 SAMPLE = 256
@@ -44,11 +45,12 @@ class SuffixIndex:
             raise ValueError("suffix index: 2**31 tokens or more; index a part of the corpus")
         pieces = [np.array([*document, SEPARATOR]) for document in documents or [()]]
         text_n = np.concatenate(pieces).astype(np.int32)
-        positions = len(text_n) - suffix_array(text_n[::-1])
-        positions = positions[positions < len(text_n)]
-        inside = (text_n[positions] >= 0) & (text_n[positions - 1] >= 0)
-        positions = positions[inside]
-        return SuffixIndex(text_n, positions.astype(np.int32))
+        positions = np.flatnonzero((text_n[1:] >= 0) & (text_n[:-1] >= 0)) + 1
+        padded = np.concatenate([np.full(LONGEST, SEPARATOR, np.int32), text_n])
+        # The nearest token decides first, which is lexsort's last key.
+        keys = [padded[positions + place] for place in range(LONGEST)]
+        order = np.lexsort(keys)
+        return SuffixIndex(text_n, positions[order].astype(np.int32))
 
     @property
     def largest(self) -> int:
@@ -60,10 +62,10 @@ class SuffixIndex:
         return hashlib.sha256(self.text_n.tobytes()).hexdigest()
 
     def match(self, suffix: Sequence[int]) -> int:
-        """Return how many of the last tokens of `suffix` occur together, with a token after them,
-        in some document.
+        """Return how many of the last tokens of `suffix`, at most `LONGEST`, occur together, with a
+        token after them, in some document.
         """
-        query = list(suffix)[::-1]
+        query = _backwards(suffix)
         at = self._rank(bisect_left, query)
         longest = 0
         for rank in range(max(at - 1, 0), min(at + 1, len(self.positions))):
@@ -79,7 +81,7 @@ class SuffixIndex:
 
         They are `length` tokens long, or end with their document.
         """
-        query = list(suffix)[::-1]
+        query = _backwards(suffix)
         low = self._rank(bisect_left, query)
         high = self._rank(bisect_right, query)
         starts_c = self.positions[low:high]
@@ -114,41 +116,5 @@ class SuffixIndex:
         return before[::-1].tolist()
 
 
-def suffix_array(text_n: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the starts of all suffixes, in the order of the suffixes; an end comes before any
-    value.
-    """
-    size = len(text_n)
-    values, codes_n = np.unique(text_n, return_inverse=True)
-    # Several tokens fit one 64-bit key, so the first sort already compares that many.
-    bits = int(len(values)).bit_length()
-    span = min(63 // bits, max(size, 1)) if bits else 1
-    keys_n = np.zeros(size, dtype=np.int64)
-    for shift in range(span):
-        keys_n <<= bits
-        keys_n[: size - shift] += codes_n[shift:] + 1
-    order_n = np.argsort(keys_n)
-    keys_n = keys_n[order_n]
-    # The rank of a suffix is where its group of ties begins. A last entry of -1 sorts ends of the
-    # text first.
-    ranks_n = np.full(size + 1, -1, dtype=np.int64)
-    ranks = np.arange(size)
-    members = order_n
-    while True:
-        new_group = keys_n[1:] != keys_n[:-1]
-        first = np.concatenate([[True], new_group])[: len(ranks)]
-        group = np.cumsum(first) - 1
-        ranks_n[members] = ranks[first][group]
-        last = np.concatenate([new_group, [True]])[: len(ranks)]
-        alone = first & last
-        ranks = ranks[~alone]
-        if not len(ranks):
-            return order_n
-        members = order_n[ranks]
-        beyond = np.minimum(members + span, size)
-        keys_n = ranks_n[members] * (size + 1) + ranks_n[beyond] + 1
-        inside = np.argsort(keys_n)
-        members = members[inside]
-        keys_n = keys_n[inside]
-        order_n[ranks] = members
-        span *= 2
+def _backwards(suffix: Sequence[int]) -> list[int]:
+    return list(suffix[-LONGEST:])[::-1]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.core.models import vocabulary_size
 from draftsmith.decode.propose.text_proposer import TextProposer, TextRow, Trie
-from draftsmith.decode.suffix_index import SAMPLE, SuffixIndex
+from draftsmith.decode.suffix_index import LONGEST, SAMPLE, SuffixIndex
 from draftsmith.decode.tree import TreeShape
 
 
@@ -24,7 +24,7 @@ class RetrievalProposer(TextProposer):
 
     name = "retrieval"
     index: SuffixIndex
-    max_suffix: int = 16
+    max_suffix: int = LONGEST
     min_suffix: int = 2
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
