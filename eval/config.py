@@ -38,7 +38,6 @@ from draftsmith.core.settings import Quantize
 Drafts = Annotated[list[NamedModel], Field(min_length=1)]
 Named = Annotated[list[NamedPrompts], Field(min_length=1)]
 Trees = Annotated[list[Spec], Field(min_length=1)]
-TokensPerCall = Annotated[float, Field(gt=1)]
 
 
 @options
@@ -107,10 +106,6 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Prompts to decode together, except when timing."""
     bootstrap: Rare[Annotated[int, Field(ge=100)]] = 2000
     """Bootstrap resamples for every 95 % interval."""
-    pays_from: Rare[TokensPerCall | None] = None
-    """Tokens per target call from which a draft pays, if that is known without timing here. A model
-    that stays below by its alpha is not decoded.
-    """
     quantize: Rare[Quantize] = "none"
     """nf4: load the target in 4 bits with bitsandbytes. Every figure is then about the 4-bit
     target.
