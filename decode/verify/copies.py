@@ -46,14 +46,12 @@ def along_copies(
     """
     if proposal.copies_BC is None:
         return list(walks)
-    first = proposal.tokens_BM.shape[1]
-    return [
-        _along([token for token in copy if token >= 0], walk, own_C, first)
-        for copy, walk, own_C in zip(proposal.copies_BC.tolist(), walks, own_BC, strict=True)
-    ]
+    pairs = zip(proposal.copies_BC.tolist(), walks, own_BC, strict=True)
+    return [_along(copy, walk, own_C, proposal.nodes) for copy, walk, own_C in pairs]
 
 
 def _along(copy: list[int], walk: Walk, own_C: Sequence[int], first: int) -> Walk:
+    copy = [token for token in copy if token >= 0]
     path = walk.path
     emitted = walk.emitted
     is_open = walk.is_open
