@@ -190,10 +190,7 @@ def _say(line: str, error: BaseException) -> bool:
         said = failed(line)
     elif isinstance(error, InputError) and not isinstance(error, LauncherError):
         # The processes of one machine have the same command line and files.
-        from draftsmith.core.launcher import tell_other_machines
-
         said = line if leads_machine() else None
-        tell_other_machines(line)
     if said is None:
         _unsaid.append(line)
     else:

@@ -109,12 +109,6 @@ def test_nodes_that_differ_are_refused_on_both(nodes, target_dir, draft_dir):
             [2, 2],
             f"initial fingerprint differs on rank 1{ALIKE}",
         ),
-        (
-            f"{train_draft} --data {data}",
-            {str(data): "nosuch"},
-            [2, 2],
-            "rank 1: data: nosuch: no such file",
-        ),
         (f"{distill} --prompts prompts.jsonl", {}, [2, 2], f"prompts differs on rank 1{ALIKE}"),
         (
             f"eval {same} --draft d={draft_dir} --id x=prompts.jsonl",

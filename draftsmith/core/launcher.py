@@ -5,16 +5,15 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 from draftsmith.core.environment import shared
-from draftsmith.core.errors import LauncherError, RunError, first_line
+from draftsmith.core.errors import RunError, first_line
 from draftsmith.core.options import for_all
 from draftsmith.core.ranks import (
-    FAILED,
     check_launcher,
     have_met,
     hold_together,
@@ -126,25 +125,12 @@ def wait_for_all() -> None:
         except (RuntimeError, ValueError) as error:
             raise launcher_error(f"MASTER_ADDR {place}: {first_line(error)}") from None
         came = store.add("draftsmith/came", 1)
-        while came < size and not store.check([FAILED]):
+        while came < size:
             if time.monotonic() > deadline:
                 raise launcher_error(f"{came} of {size} processes came to {place} in a minute")
             time.sleep(0.05)
             came = store.add("draftsmith/came", 0)
     meet(store)
-    if came < size:
-        raise LauncherError("another process failed")
-
-
-def tell_other_machines(reason: str) -> None:
-    """Let processes that wait in `wait_for_all` end, and say why this one did not come."""
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        return
-    from torch.distributed.rendezvous import rendezvous
-
-    with suppress(RuntimeError):
-        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=10)))
-        store.compare_set(FAILED, "", reason)
 
 
 def agree_on(config: object) -> None:

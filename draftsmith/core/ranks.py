@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Key of the first failure.
-FAILED = "draftsmith/failed"
+_FAILED = "draftsmith/failed"
 # Neighbouring ranks that hold one target together.
 _together = 1
 # Whether the main process is in `from_main`.
@@ -116,8 +116,8 @@ def failed(reason: str) -> str | None:
     assert _store is not None
     machine = os.environ.get("GROUP_RANK") or socket.gethostname()
     try:
-        first = _store.compare_set(FAILED, "", reason)
-        return first.decode() if _store.add(f"{FAILED}/{machine}", 1) == 1 else None
+        first = _store.compare_set(_FAILED, "", reason)
+        return first.decode() if _store.add(f"{_FAILED}/{machine}", 1) == 1 else None
     except RuntimeError:  # the store ended with its process
         return reason
 
