@@ -4,7 +4,7 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
@@ -18,7 +18,15 @@ from draftsmith.config import DecodeConfig
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import read_tree_file
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
-from draftsmith.core.options import AtLeast0, AtLeast1, PenaltyOptions, Seed, Text, options
+from draftsmith.core.options import (
+    AtLeast0,
+    AtLeast1,
+    PenaltyOptions,
+    Seed,
+    Text,
+    configured,
+    options,
+)
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.retrieval_text import read_documents
 from draftsmith.core.sampling import generator, row_seed
@@ -101,10 +109,6 @@ class GenerateConfig(PenaltyOptions):
     eos_token_id: _Several[AtLeast0] | None = None
     ignore_eos: bool = False
     on_tokens: OnTokens | None = None
-
-
-# Takes what `generate` takes, which pydantic converts.
-_checked: Callable[..., GenerateConfig] = GenerateConfig
 
 
 @dataclass(frozen=True)
@@ -251,7 +255,7 @@ class Pair:
         batch_size: prompts decoded together, 8.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
         """
-        config = _checked(**options)
+        config = configured(GenerateConfig, None, dict(options))
         requests, one = self._requests(prompts, config)
         job = self._job(requests, config)
         outputs = list(chain.from_iterable(self.decode(job, config.on_tokens)))
@@ -267,7 +271,7 @@ class Pair:
 
         Raise InputError for several prompts or outputs.
         """
-        config = _checked(**options)
+        config = configured(GenerateConfig, None, dict(options))
         requests, one = self._requests(prompt, config)
         if not one or len(requests) > 1:
             raise InputError("prompt: stream yields the text of one output; use generate")

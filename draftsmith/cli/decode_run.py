@@ -139,15 +139,12 @@ def _with_proposer(config: DecodeConfig) -> DecodeConfig:
 
 
 def _planned(config: DecodeConfig) -> str:
-    if len(config.draft) != 1 or config.proposer is not None:
+    plans = [Path(name) / "plan.json" for name in config.draft]
+    if len(plans) != 1 or not plans[0].is_file():
         raise InputError(
-            "tree: auto reads the plan of a draft; give one --draft and no --proposer, or write "
-            "a tree"
+            "tree: auto reads the plan of a draft, DRAFT/plan.json; `draftsmith plan` makes it"
         )
-    plan = Path(config.draft[0]) / "plan.json"
-    if not plan.is_file():
-        raise InputError(f"tree: auto: {plan} is missing; make it with `draftsmith plan`")
-    return f"auto:{plan}"
+    return f"auto:{plans[0]}"
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:

@@ -181,15 +181,8 @@ class Planner:
         """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot
         draft this shape.
         """
-        if shape is None:
-            return SpeculativeDecoder(self.target, compile=self.compile)
-        return SpeculativeDecoder(
-            self.target,
-            proposer_of(self.draft),
-            shape,
-            self.verifier(shape),
-            compile=self.compile,
-        )
+        proposer = None if shape is None else proposer_of(self.draft)
+        return SpeculativeDecoder(self.target, proposer, shape, compile=self.compile)
 
     def run(
         self,
