@@ -35,7 +35,7 @@ def test_demo_from_prompts_to_report(short_demo, monkeypatch):
     assert [tree for tree, _ in results.methods] == ["chain:2"]
     assert [row["value"] for row in results.select("identical")] == [1.0] * 4 * 5
     # One verdict, from the target beside which a draft can pay: the small one is not timed.
-    assert not results.select("speedup") and lead(results).headline not in out
+    assert not results.select("speedup")
     assert all(name in out for name in (*results.drafts, "prose", "code", "unicode"))
     # Nothing points into the installed package.
     summary = json.loads(out.splitlines()[-1])
@@ -55,7 +55,7 @@ def test_demo_from_prompts_to_report(short_demo, monkeypatch):
     page = (demo / "report.html").read_text()
     assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
     assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
-    assert out.count(lead(large).headline) == 1
+    assert out.splitlines()[:-1].count(lead(large).headline) == 1
     for example in EXAMPLES.values():
         files = [word.partition("=")[0] for word in shlex.split(example)]
         assert all(Path(file).exists() for file in files if file.startswith("out/demo")), example

@@ -4,9 +4,8 @@ draft.
 Each figure is a function of the results and a look; None if there is nothing to show.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
@@ -15,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.eval.formats import (
-    KIND_TITLES,
     kept,
     named_set,
     number,
@@ -72,7 +70,7 @@ def alpha_figure(results: ResultsTable, look: Look) -> Drawn | None:
     each set.
     """
     panels = []
-    for temperature in sorted(results.temperatures):
+    for temperature in sorted(results.temperatures, reverse=True):
         lines: list[Line] = []
         for domain in results.domains():
             base = None
@@ -91,7 +89,7 @@ def gain_figure(results: ResultsTable, look: Look) -> Drawn | None:
     transferred.
     """
     panels = []
-    for temperature in sorted(results.temperatures) if results.aligned else ():
+    for temperature in sorted(results.temperatures, reverse=True) if results.aligned else ():
         lines: list[Line] = []
         for draft in results.aligned:
             lines.append(Line(draft))
@@ -236,9 +234,9 @@ def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> None:
 
 
 class Point(NamedTuple):
-    """A point of a curve: x, and the row that has y."""
+    """A point of a curve: the name of its place, and the row of its value."""
 
-    x: float
+    place: str
     row: FigureRow
 
 
@@ -252,64 +250,24 @@ def accept_figure(results: ResultsTable, look: Look) -> Drawn | None:
     for row in results.select("accept"):
         first = (row["tree"], row["rule"]) == results.methods[0]
         if row["set"] and first and row["temperature"] == results.top_temperature:
-            point = Point(row["depth"], row)
-            curves.setdefault(named_set(row), {}).setdefault(row["draft"], []).append(point)
-
-    def axis(ax: Axes, _: Sequence[float]) -> None:
-        ax.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
-
-    return _panels(look, curves, "depth d", axis)
+            points = curves.setdefault(named_set(row), {}).setdefault(row["draft"], [])
+            points.append(Point(str(row["depth"]), row))
+    return _panels(look, curves, "depth")
 
 
-def context_figure(results: ResultsTable, look: Look) -> Drawn | None:
-    """Acceptance against the tokens before a position, at the highest temperature; None if all
-    texts are short.
-    """
-    curves = _by_part(results, "alpha", "tokens before")
-
-    def axis(ax: Axes, begins: Sequence[float]) -> None:
-        ax.set_xscale("symlog", base=2, linthresh=begins[1])
-        ax.set_xticks(begins, [f"{begin:g}" for begin in begins], fontsize="x-small")
-
-    label = f"tokens before, from; T = {results.top_temperature:g}"
-    return _panels(look, curves, label, axis)
-
-
-def confidence_figure(results: ResultsTable, look: Look) -> Drawn | None:
-    """Confidence of the draft against acceptance, at the highest temperature; the diagonal is a
-    calibrated draft.
-    """
-    curves = _by_part(results, "acceptance", "confidence")
-
-    def axis(ax: Axes, begins: Sequence[float]) -> None:
-        ax.plot([0, 1], [0, 1], color=look.colours["line"], lw=1)
-
-    label = f"confidence of the draft, from; T = {results.top_temperature:g}"
-    return _panels(look, curves, label, axis)
-
-
-def _by_part(results: ResultsTable, figure: str, by: str) -> Curves:
-    """By kind of sets and draft, a figure by the number at which each part of a text begins, such
-    as `by: 4 to 16`.
-    """
+def part_figure(results: ResultsTable, look: Look) -> Drawn | None:
+    """Acceptance by part of the answers: one panel for each kind of part and of sets."""
     curves: Curves = {}
-    for row in results.select(figure, parts=True):
-        name, _, part = (row["part"] or "").partition(": ")
-        pooled = row["set"] is None and row["temperature"] == results.top_temperature
-        if name == by and pooled:
-            begin = 0.0 if part.startswith("below") else float(part.split()[0])
-            point = Point(begin, row)
-            of_kind = curves.setdefault(KIND_TITLES[row["kind"]], {})
-            of_kind.setdefault(row["draft"], []).append(point)
-    return curves
+    for row in results.select("alpha", "acceptance", parts=True):
+        if row["set"] is None and row["temperature"] == results.top_temperature:
+            by, _, part = row["part"].partition(": ")
+            of_panel = curves.setdefault(f"{by} ({row['kind'].upper()})", {})
+            begin = "0" if part.startswith("below") else part.split()[0]
+            of_panel.setdefault(row["draft"], []).append(Point(begin, row))
+    return _panels(look, curves, f"from, T = {results.top_temperature:g}")
 
 
-def _panels(
-    look: Look,
-    curves: Curves,
-    label: str,
-    draw_axis: Callable[[Axes, Sequence[float]], object],
-) -> Drawn | None:
+def _panels(look: Look, curves: Curves, label: str) -> Drawn | None:
     """Panels two abreast, by their title, with one legend and one label of the horizontal axis.
     Panels without a curve of several points are left out.
     """
@@ -320,44 +278,35 @@ def _panels(
     if not shown:
         return None
     columns = min(2, len(shown))
-    lines = -(-len(shown) // columns)
+    rows = -(-len(shown) // columns)
+    entries: dict[str, Artist] = {}
     with drawing(look.colours):
-        figure = Figure(figsize=(WIDTH, 0.6 + PANEL * lines))
-        axes = list(figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flat)
-        # A draft may be missing from the first panel and not from others.
-        entries: dict[str, Artist] = {}
-        for ax, (title, by_draft) in zip(axes, shown.items(), strict=False):
-            points = chain.from_iterable(by_draft.values())
-            draw_axis(ax, sorted({point.x for point in points}))
-            for draft, of_draft in by_draft.items():
-                entries[shortened(draft, NAME)] = _curve(ax, look, draft, of_draft)
-            ax.set_ylim(SHARES)
-            ax.set_title(shortened(title, 22))
-            ax.tick_params(labelbottom=True, labelleft=True)
-        for ax in axes[len(shown) :]:
+        drafts = {draft for by_draft in shown.values() for draft in by_draft}
+        height = PANEL * rows + LEGEND_LINE * (2 + len(drafts) // 2)
+        figure = Figure(figsize=(WIDTH, height))
+        axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
+        for ax in axes:
             ax.set_visible(False)
+        for ax, (title, by_draft) in zip(figure.axes, shown.items(), strict=False):
+            ax.set_visible(True)
+            ax.set_title(shortened(title, 26))
+            ax.set_ylim(SHARES)
+            ax.tick_params(labelleft=True, axis="both", labelsize="small")
+            for draft, points in by_draft.items():
+                entries[shortened(draft, NAME)] = _curve(ax, look, draft, points)
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
-        for abreast in (3, 2, 1):
-            legend = figure.legend(
-                entries.values(), entries.keys(), loc="outside upper left", ncols=abreast
-            )
-            if abreast == 1 or legend.get_window_extent().width <= figure.bbox.width:
-                break
-            legend.remove()
-        # The panels stay as high as they are, however many drafts are named above them.
-        legend_lines = -(-len(entries) // abreast)
-        figure.set_figheight(figure.get_figheight() + LEGEND_LINE * (legend_lines - 1))
-    return Drawn(figure, "")
+        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=2)
+    return Drawn(figure, "The table by part or depth has the figures.")
 
 
 def _curve(ax: Axes, look: Look, draft: str, points: Sequence[Point]) -> Artist:
-    """Draw figures over x with their intervals, without points that are not defined."""
+    """Draw figures with their intervals, without points that are not defined."""
     colour = look.colour(draft)
     points = [point for point in points if point.row["value"] is not None]
-    for x, row in points:
+    for place, row in points:
         if row["low"] is not None:
-            ax.plot([x, x], [row["low"], row["high"]], color=colour, lw=1.2, alpha=0.5)
+            ax.plot([place] * 2, [row["low"], row["high"]], color=colour, lw=1.2, alpha=0.5)
+    places = [point.place for point in points]
     values = [point.row["value"] for point in points]
-    xs = [point.x for point in points]
-    (line,) = ax.plot(xs, values, color=colour, marker=look.marker(draft), ms=4.5)
+    (line,) = ax.plot(places, values, color=colour, marker=look.marker(draft), ms=4.5)
     return line

@@ -20,8 +20,7 @@ FIGURES = {
     "gain": figures.gain_figure,
     "tau": figures.tau_figure,
     "accept": figures.accept_figure,
-    "context": figures.context_figure,
-    "confidence": figures.confidence_figure,
+    "part": figures.part_figure,
 }
 
 
