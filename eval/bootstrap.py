@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.sampling import row_seed
-from draftsmith.eval.schema import Estimate, Row
+from draftsmith.eval.schema import Estimate
 
 Floats = npt.NDArray[np.float64]
 
@@ -66,11 +66,6 @@ class PromptSums:
         return float(ratio_P.mean()) if has.any() else None
 
 
-def ratio(parts: Sequence[Any], above: str, below: str) -> PromptSums:
-    """Per-prompt numerators `above` and denominators `below`, pooled over all measurements."""
-    return PromptSums.of(joined(parts, above), joined(parts, below))
-
-
 def joined(parts: Sequence[Any], key: str) -> list[Any]:
     """The per-prompt lists of several measurements, one after another."""
     return list(chain.from_iterable(part[key] for part in parts))
@@ -105,17 +100,6 @@ class Resamples:
         return math.sqrt(self.groups / freedom) * half_width(freedom) / normal
 
 
-class Gain(NamedTuple):
-    """Sums of a draft and of the base on the same prompts, and the resamples of these prompts."""
-
-    new: PromptSums
-    base: PromptSums
-    picks: Resamples
-
-    def of_resamples(self) -> Floats:
-        return pooled_ratios(self.new, self.picks) - pooled_ratios(self.base, self.picks)
-
-
 @cache
 def half_width(freedom: int) -> float:
     """Half width of a 95 % interval, in standard errors estimated with `freedom` degrees of freedom
@@ -124,17 +108,7 @@ def half_width(freedom: int) -> float:
     tail = (1 + LEVEL) / 2
     if freedom > MANY:
         return NormalDist().inv_cdf(tail)
-    low = 0.0
-    high = 1.0
-    while stdtr(freedom, high) < tail:
-        high *= 2
-    while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        if stdtr(freedom, middle) < tail:
-            low = middle
-        else:
-            high = middle
-    return high
+    return float(stdtrit(freedom, tail))
 
 
 def resamples(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
@@ -226,35 +200,8 @@ def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
     if value is not None:
         value = None if base.pooled is None else value - base.pooled
     most = 1.0 if new.shares and base.shares else math.inf
-    return resampled(value, Gain(new, base, picks).of_resamples(), picks, least=-most, most=most)
-
-
-def transfer(at_home: Gain, elsewhere: Gain) -> Estimate:
-    """(gain OOD) / (gain ID): the share of the gain in distribution that survives out of it.
-
-    The two sets of prompts are resampled independently.
-    """
-    gain_id = difference(at_home.new, at_home.base, at_home.picks)
-    gain_ood = difference(elsewhere.new, elsewhere.base, elsewhere.picks)
-    if why_undefined(gain_id, gain_ood) is not None:
-        return Estimate(value=None, low=None, high=None, n=gain_ood["n"])
-    assert gain_id["value"] is not None and gain_ood["value"] is not None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values_R = elsewhere.of_resamples() / at_home.of_resamples()
-    return resampled(gain_ood["value"] / gain_id["value"], values_R, elsewhere.picks)
-
-
-def why_undefined(gain_id: Estimate | Row, gain_ood: Estimate | Row) -> str | None:
-    """Say why a transfer is undefined: a ratio to a gain that may be zero means nothing. Return
-    None if it is defined.
-    """
-    if gain_id["value"] is None or gain_ood["value"] is None:
-        return "a gain is undefined"
-    if gain_id["low"] is None or gain_id["high"] is None:
-        return "the gain in distribution has no interval"
-    if gain_id["high"] < 0:
-        return "acceptance fell in distribution, so there is no gain to transfer"
-    return "the gain in distribution cannot be told from zero" if gain_id["low"] <= 0 else None
+    values_R = pooled_ratios(new, picks) - pooled_ratios(base, picks)
+    return resampled(value, values_R, picks, least=-most, most=most)
 
 
 def signs(speedups: Sequence[Mapping[str, Any] | None], level: float = LEVEL) -> list[int | None]:

@@ -17,7 +17,7 @@ from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, Resamples, interval
 from draftsmith.eval.counts import TARGET
 from draftsmith.eval.predict import away_of_run
-from draftsmith.eval.sums import CountsBySet, Draw, Key, Sampled, Sums
+from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -344,14 +344,17 @@ def estimate(
     import pandas
 
     draw = Draw(base, resamples, seed, most_tokens)
-    table = CountsBySet.of(counts)
-    domains: list[tuple[str | None, str]] = [(name, of.kind) for name, of in table.sets.items()]
+    table = NumberedCounts.of(counts)
+    kinds = counts[["set", "kind"]].drop_duplicates()
+    kind_of: dict[str, str] = dict(zip(kinds["set"], kinds["kind"], strict=True))
     # Pools come first: transfers need that of the sets in distribution.
-    domains = [*((None, kind) for kind in sorted({kind for _, kind in domains})), *domains]
+    domains: list[tuple[str | None, str]] = [(None, kind) for kind in sorted(set(kind_of.values()))]
+    domains += kind_of.items()
     rows: list[dict[str, Any]] = []
     at_home: Sums | None = None
     for set_name, kind in domains:
-        sums = table.sums(set_name, kind, draw)
+        pooled = [each for each, of in kind_of.items() if of == kind]
+        sums = table.sums([set_name] if set_name else pooled, set_name, kind, draw)
         if (set_name, kind) == (None, "id"):
             at_home = sums
         for name, figure in figures.items():

@@ -13,8 +13,7 @@ the text, not a power of alpha.
 * Block verification, given the text, accepts a prefix of i tokens with chance min over j <= i of
   min(1, Q_j / P_j). Q_j and P_j are the joint probabilities of its first j tokens (from Sun et al.
   2024, arXiv 2403.10444, where w(i) keeps i).
-* Intervals: `eval.bootstrap`'s over prompts for the expectation; `run_interval` for one decoding
-  run.
+* Intervals: `eval.bootstrap`'s over prompts for the expectation; `away_of_run` for one run.
 * Not predicted: trees that grow, because what they keep depends on tokens beside the text; the
   rules greedy, kseq and typical.
 
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from draftsmith.core.settings import Sampling
 from draftsmith.decode import VERIFIERS, Tree, TreeShape
 from draftsmith.decode.method import Method
-from draftsmith.eval.bootstrap import PromptSums, Resamples, interval, pooled_ratios
+from draftsmith.eval.bootstrap import PromptSums, Resamples, pooled_ratios
 
 Floats = NDArray[np.float64]
 # A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are
@@ -266,33 +265,16 @@ def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
     return visits_PL[:, :longest]
 
 
-def run_interval(
-    sums: PromptSums,
-    variance_P: Sequence[float],
-    picks: Resamples,
-    seed: int,
-    most: float,
-) -> tuple[float, float] | tuple[None, None]:
-    """Return the 95 % interval for tau of one decoding run over as many prompts.
-
-    sums: predicted tokens over target calls. variance: of those calls. most: the greatest tau that
-    the tree allows. Both sides vary: the prediction by its texts, the run by its own texts and by
-    what it accepts. So the interval is the prediction plus the quantiles of a difference of two
-    independent resamples of prompts. The run's side gets normal noise with the variance of its
-    calls. For a run over the same prompts the interval covers more than 95 %. Return (None, None)
-    if no bootstrap is possible.
-    """
-    low, high = interval(away_of_run(sums, variance_P, picks, seed), picks)
-    if low is None or high is None:
-        return None, None
-    value = sums.pooled or 0.0
-    return max(1.0, value + low), min(most, value + high)
-
-
 def away_of_run(
     sums: PromptSums, variance_P: Sequence[float] | Floats, picks: Resamples, seed: int
 ) -> Floats:
-    """The differences `[R]` of the tau of a run over as many prompts from the predicted one."""
+    """The differences `[R]` of the tau of a run over as many prompts from the predicted one.
+
+    sums: predicted tokens over target calls. variance: of those calls. Both sides vary: the
+    prediction by its texts, the run by its own texts and by what it accepts. So they are two
+    independent resamples of prompts, and the run's has normal noise with the variance of its calls.
+    For a run over the same prompts an interval of these differences covers more than 95 %.
+    """
     rng = np.random.default_rng(seed)
     again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
     noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))

@@ -107,96 +107,57 @@ class Sums:
 
 
 @dataclass(frozen=True, eq=False)
-class _Set:
-    """The counts of one set: by prompt, by seed, and which prompts have a count of each name."""
+class NumberedCounts:
+    """A table of counts, and what each of the K counts is of. number: of each row."""
 
-    kind: str
-    counts_PK: Floats
-    of_seeds_SK: Floats
-    present_K: npt.NDArray[np.bool_]
-    has_NP: npt.NDArray[np.bool_]
-    groups_P: npt.NDArray[np.int32]
-
-
-@dataclass(frozen=True, eq=False)
-class CountsBySet:
-    """The sets of a table of counts, and what each of the K counts is of."""
-
+    table: "DataFrame"
+    number: npt.NDArray[np.int64]
     keys: list[tuple[Key, str]]
-    names: list[str]
-    sets: dict[str, _Set]
 
     @classmethod
-    def of(cls, counts: "DataFrame") -> "CountsBySet":
+    def of(cls, table: "DataFrame") -> "NumberedCounts":
         import pandas
 
-        code = np.zeros(len(counts), np.int64)
+        code = np.zeros(len(table), np.int64)
         for name in (*Key._fields, "key"):
-            column = counts[name].cat
+            column = table[name].cat
             code = code * (1 + len(column.categories)) + column.codes.to_numpy() + 1
         number, codes = pandas.factorize(code)
-        keys = [_key_of(counts, int(each)) for each in codes]
-        names = counts["key"].cat
-        seeds = counts["seed"].cat
-        of_set = counts["set"].cat
-        sets = {}
-        for index, name in enumerate(of_set.categories):
-            inside = (of_set.codes == index).to_numpy()
-            part = counts[inside]
-            if part.empty:
-                continue
-            prompts = part["prompt"].to_numpy()
-            values = part["value"].to_numpy()
-            size = int(prompts.max()) + 1
-            number_here = number[inside]
-            cells = prompts * np.int64(len(keys)) + number_here
-            counts_PK: Floats = np.bincount(cells, values, size * len(keys)).astype(np.float64)
-            cells = seeds.codes.to_numpy(np.int64)[inside] * len(keys) + number_here
-            of_seeds_SK: Floats = np.bincount(
-                cells, values, len(seeds.categories) * len(keys)
-            ).astype(np.float64)
-            has_NP = np.zeros((len(names.categories), size), bool)
-            has_NP[names.codes.to_numpy()[inside], prompts] = True
-            groups_P = np.zeros(size, np.int32)
-            groups_P[prompts] = part["group"]
-            present_K = np.zeros(len(keys), bool)
-            present_K[number_here] = True
-            sets[name] = _Set(
-                kind=part["kind"].iloc[0],
-                counts_PK=counts_PK.reshape(-1, len(keys)),
-                of_seeds_SK=of_seeds_SK.reshape(-1, len(keys)),
-                present_K=present_K,
-                has_NP=has_NP,
-                groups_P=groups_P,
-            )
-        return cls(keys, list(names.categories), sets)
+        return cls(table, number, [_key_of(table, int(each)) for each in codes])
 
-    def sums(self, name: str | None, kind: str, draw: "Draw") -> Sums:
-        """The sums of a set, or of all sets of a kind."""
-        chosen = [
-            each for each, of in self.sets.items() if name == each or not name and of.kind == kind
-        ]
-        parts = [self.sets[each] for each in chosen]
-        here_K = np.flatnonzero(np.any([part.present_K for part in parts], axis=0))
+    def sums(self, sets: Sequence[str], name: str | None, kind: str, draw: "Draw") -> Sums:
+        """The sums of some sets."""
+        inside = self.table["set"].isin(sets).to_numpy()
+        part = self.table[inside]
+        here_K, local = np.unique(self.number[inside], return_inverse=True)
         keys = [self.keys[number] for number in here_K]
-        counts_PK = np.concatenate([part.counts_PK[:, here_K] for part in parts])
+        # Prompts are numbered through the sets, in the order of these.
+        prompts = part["prompt"].to_numpy().astype(np.int64)
+        set_P: list[str] = []
+        for each in sets:
+            of_set = (part["set"] == each).to_numpy()
+            size = int(prompts[of_set].max()) + 1
+            prompts[of_set] += len(set_P)
+            set_P += [each] * size
+        groups_P = np.zeros(len(set_P), np.int64)
+        groups_P[prompts] = part["group"]
+        names = part["key"].cat
+        has_NP = np.zeros((len(names.categories), len(set_P)), bool)
+        has_NP[names.codes, prompts] = True
+        counts_PK = _summed(part, prompts * len(keys) + local, (len(set_P), len(keys)))
+        seeds = part["seed"].cat
+        cells = seeds.codes.to_numpy(np.int64) * len(keys) + local
         resampled_RK = np.zeros((draw.resamples, len(keys)))
         picks: dict[str, Resamples] = {}
-        has_NP = np.concatenate([part.has_NP for part in parts], axis=1)
-        for has_P in np.unique(has_NP, axis=0):
+        for has_P in np.unique(has_NP[has_NP.any(1)], axis=0):
             # Counts of the same prompts, such as those that were timed, are resampled together.
-            named = [self.names[number] for number in np.flatnonzero((has_NP == has_P).all(1))]
-            ends = np.cumsum([len(part.groups_P) for part in parts])[:-1]
-            inside = np.split(has_P, ends)
-            groups = {}
-            for each, part, has in zip(chosen, parts, inside, strict=True):
-                if has.any():
-                    groups[each] = part.groups_P[has].tolist()
-            if not groups:
-                continue
+            same_N = (has_NP == has_P).all(1)
+            groups: dict[str, list[int]] = {}
+            for prompt in np.flatnonzero(has_P):
+                groups.setdefault(set_P[prompt], []).append(int(groups_P[prompt]))
             drawn = resamples_of_sets(groups, draw.resamples, draw.seed)
-            picks |= dict.fromkeys(named, drawn)
-            columns = [index for index, (_, key) in enumerate(keys) if key in named]
+            picks |= dict.fromkeys(names.categories[same_N], drawn)
+            columns = [index for index, (_, key) in enumerate(keys) if picks.get(key) is drawn]
             resampled_RK[:, columns] = drawn.weights_RP @ counts_PK[np.ix_(has_P, columns)]
         return Sums(
             set=name,
@@ -205,9 +166,15 @@ class CountsBySet:
             columns={key: index for index, key in enumerate(keys)},
             counts_PK=counts_PK,
             resampled_RK=resampled_RK,
-            of_seeds_SK=np.sum([part.of_seeds_SK[:, here_K] for part in parts], axis=0),
+            of_seeds_SK=_summed(part, cells, (len(seeds.categories), len(keys))),
             picks=picks,
         )
+
+
+def _summed(part: "DataFrame", cells: npt.NDArray[np.int64], shape: tuple[int, int]) -> Floats:
+    """Add up the values of each cell of a matrix."""
+    summed: Floats = np.bincount(cells, part["value"], math.prod(shape)).astype(np.float64)
+    return summed.reshape(shape)
 
 
 def _key_of(counts: "DataFrame", code: int) -> tuple[Key, str]:
