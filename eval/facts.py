@@ -22,7 +22,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.records import heldout_curve, read_record
+from draftsmith.core.records import read_record
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
@@ -119,7 +119,6 @@ def _training(checkpoint: Path) -> Training | None:
             epochs=steps * batch / data["training"]["rows"],
             steps=steps,
             best_step=record["best_step"],
-            heldout=heldout_curve(checkpoint),
         )
     except KeyError:
         return None

@@ -195,9 +195,6 @@ class Evaluation:
         missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
         measured: dict[str, list[Count]] = {}
         if missing:
-            names = {"": f"the target {self.models[TARGET]['name']}"}
-            for name in missing:
-                names[name] = f"draft {name} ({self.models[name]['name']})"
             measured = measure_alphas(
                 self.pair.target,
                 missing,
@@ -208,7 +205,6 @@ class Evaluation:
                 marks=span_marks(self.pair.tokenizer),
                 batch_size=self.request.config.batch_size,
                 seed=self.request.config.seed,
-                names=names,
             )
 
         def of(name: str) -> CellCounts:

@@ -184,8 +184,8 @@ class Reader:
     """Reads continuations with the target and every draft, as far as `methods` need them.
 
     All drafts share one forward of the target. max_logits: the most logits held at once per model,
-    except for a single row. names: the models in error messages; the target's key is "". states: in
-    place of the target's forward. drafts_see_penalties: as in `decode`; in engines they do not.
+    except for a single row. states: in place of the target's forward. drafts_see_penalties: as in
+    `decode`; in engines they do not.
     """
 
     target: PreTrainedModel
@@ -195,7 +195,6 @@ class Reader:
     batch_size: int
     max_logits: int = MAX_LOGITS
     seed: int = 0
-    names: Mapping[str, str] = field(default_factory=dict)
     observers: Mapping[str, Observer] = field(default_factory=dict)
     states: StoredStates | None = None
     drafts_see_penalties: bool = True
@@ -386,7 +385,7 @@ class Reader:
         broken_N = ~logits_NV.amax(-1).isfinite()  # max() returns a NaN or +inf as it is
         if broken_N.any():
             first = int(row_N[broken_N].min())
-            model = self.names.get(name, f"draft {name}" if name else "the target")
+            model = f"draft {name}" if name else "the target"
             row = batch.rows[first].id
             raise RunError(
                 f"{model}: non-finite logits on prompt {row}; try --dtype float32, or check its "

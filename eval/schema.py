@@ -59,17 +59,13 @@ class Row(TypedDict):
 
 
 class Training(TypedDict):
-    """How a draft was aligned, from the `draftsmith.json` beside its weights.
-
-    heldout: steps and held-out alphas, if the metrics of the training are beside the weights.
-    """
+    """How a draft was aligned, from the `draftsmith.json` beside its weights."""
 
     objective: str
     response_tokens: int
     epochs: float
     steps: int
     best_step: int
-    heldout: NotRequired[list[tuple[int, float]]]
 
 
 class ModelRow(TypedDict):

@@ -84,16 +84,14 @@ def test_logits_that_are_not_finite_stop_the_run_and_name_model_and_prompt(
         # Tokens from 14 on: at temperature 0 a NaN wins the argmax like any other maximum.
         models[broken].lm_head.weight[14:].fill_(torch.nan)
     with pytest.raises(
-        RunError, match=f"^{('mine', 'its')[broken]}: non-finite logits on prompt p0"
+        RunError, match=f"^{('the target', 'draft draft')[broken]}: non-finite logits on prompt p0"
     ):
-        names = {"": "mine", "draft": "its"}
         alpha_sums(
             models[0],
             models[1],
             _rows(2, 5),
             Sampling(temperature=temperature),
             batch_size=2,
-            names=names,
         )
 
 

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,10 +22,6 @@ from draftsmith.core.ranks import from_each, is_main, on_main
 RUN = "run.json"
 RECORD = "draftsmith.json"
 """Beside the weights of a draft: how it was made."""
-# A draft that gained this much held-out alpha in the last fifth of its steps was still improving.
-RISING = 0.005
-# Fewest points of a curve that say so.
-LEAST_POINTS = 4
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")
 
@@ -166,54 +161,6 @@ def git_commit() -> str | None:
         return described.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def train_longer(draft: str) -> str:
-    """Return the command that trains a finished draft for as many steps again, into another
-    directory; empty if no record says how it was trained.
-
-    The directory itself refuses more steps: its schedule has ended.
-    """
-    record = read_record(Path(draft), ["kind"])
-    command = shlex.split(record.get("command") or "")
-    if command[:2] != ["draftsmith", "train"]:
-        return ""
-    replaced = {"--draft", "--out"}
-    if record["kind"] == "draft-lm":
-        # Its vocabulary is a part of it.
-        replaced.add("--draft_vocab_size")
-    words = []
-    left_out = False
-    for word in command:
-        key, equals, _ = word.partition("=")
-        if key.startswith("--"):
-            left_out = key.replace("-", "_").replace("__", "--", 1) in replaced
-        if not left_out:
-            words.append(word)
-        left_out = left_out and not equals
-    directory = draft.rstrip("/")
-    return shlex.join([*words, "--draft", directory, "--out", f"{directory}-longer"])
-
-
-def heldout_curve(checkpoint: Path) -> list[tuple[int, float]]:
-    """Steps and held-out alphas of the training, from the metrics beside the weights."""
-    metrics = checkpoint / "run" / "metrics.jsonl"
-    curve = []
-    for line in metrics.read_text(encoding="utf-8").splitlines() if metrics.is_file() else ():
-        figures = json.loads(line)
-        if "heldout_alpha" in figures:
-            curve.append((figures["step"], figures["heldout_alpha"]))
-    return curve
-
-
-def still_rising(curve: Sequence[tuple[int, float]]) -> float | None:
-    """The rise of held-out alpha over the last fifth of the steps; None if it is below `RISING`."""
-    if len(curve) < LEAST_POINTS:
-        return None
-    last_step, last = curve[-1]
-    before = [alpha for step, alpha in curve if step <= 0.8 * last_step]
-    rise = last - max(before)
-    return rise if rise >= RISING else None
 
 
 def check_weights(checkpoint: Path) -> None:
