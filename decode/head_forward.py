@@ -282,9 +282,10 @@ class HeadForward(ABC):
         """Logits of the last `kept` queries, and features."""
 
 
-def _spans(batch: int, tokens: int) -> Iterator[slice]:
-    """Parts of prompts that fit into one call."""
-    size = max(1, MOST_TOKENS // batch)
+def _spans(prompts_Bq: Tensor) -> Iterator[slice]:
+    """Parts of prompts `[B, q, ...]` that fit into one call."""
+    size = max(1, MOST_TOKENS // len(prompts_Bq))
+    tokens = prompts_Bq.shape[1]
     for begin in range(0, tokens, size):
         yield slice(begin, min(begin + size, tokens))
 
@@ -316,7 +317,7 @@ class EagleForward(HeadForward):
         return logits_BkV, features_BqD
 
     def _prefill(self, step: _Step) -> None:
-        for span in _spans(*step.tokens_Bq.shape):
+        for span in _spans(step.tokens_Bq):
             mask = causal_mask(self._like, span.stop - span.start, span.stop)
             self._run(step, span, self._inputs(step, span), mask)
 
@@ -327,7 +328,7 @@ class BlockHeadForward(HeadForward):
     """
 
     def _prefill(self, step: _Step) -> None:
-        for span in _spans(*step.features_BtD.shape[:2]):
+        for span in _spans(step.features_BtD):
             features_BnD = step.features_BtD[:, span].contiguous()
             self._run(step, span, HeadInputs(embedded_BqD=None, features_BqD=features_BnD), None)
 

@@ -85,8 +85,13 @@ def world(kind: str, seed: int = 0, drafts: int = 1, length: int = LENGTH) -> Wo
         return [(each * 1.2).softmax(-1) for each in logits]
 
     of_target = [law[0] for law in drawn(1)]
-    p, q = zip(*map(WORLDS[kind], of_target, drawn(drafts)), strict=True)
-    return World(list(p), list(q))
+    p: list[Tensor] = []
+    q: list[Tensor] = []
+    for target_law, draft_laws in zip(of_target, drawn(drafts), strict=True):
+        p_law, q_law = WORLDS[kind](target_law, draft_laws)
+        p.append(p_law)
+        q.append(q_law)
+    return World(p, q)
 
 
 def propose(

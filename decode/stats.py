@@ -31,7 +31,8 @@ class DecodeStats:
     copied_accepted: int = 0
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
-        return DecodeStats(*map(_add, vars(self).values(), vars(other).values()))
+        theirs = vars(other)
+        return DecodeStats(**{key: _add(ours, theirs[key]) for key, ours in vars(self).items()})
 
     @property
     def tau(self) -> float | None:

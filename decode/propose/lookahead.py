@@ -134,8 +134,9 @@ class Window(TextRow):
         n-grams would end before they are whole.
         """
         if self._moves >= len(self.levels) - 1:
-            for ngram in zip(*self.levels, answers, strict=True):
-                self.pool.put(ngram)
+            levels = [*self.levels, answers]
+            for column in range(len(answers)):
+                self.pool.put(tuple(level[column] for level in levels))
         self._moves += 1
         self.levels = [*self.levels[1:], list(answers)]
         self.levels[0][0] = emitted[-1]
