@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
+# make demo | test | test-oldest | test-newest | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip install the CPU build of torch if the default is CUDA's.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ JOBS ?= 2
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser engines demo test test-oldest test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser engines demo test test-oldest test-newest newer test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -114,6 +114,24 @@ $(OLDEST)/installed: pyproject.toml
 
 test-oldest: $(OLDEST)/installed
 	@$(subst $(BIN)/,$(OLDEST)/bin/,$(PYTEST)) -q -m "not slow and not engines" tests
+
+# The fast tests with the highest, NEWEST_TORCH likewise. Raising an end of pyproject.toml is a line there and this.
+NEWEST := .venv-newest
+NEWEST_TORCH ?= 2.14.1
+$(NEWEST)/installed: pyproject.toml
+	@echo "installing the newest versions into $(NEWEST)"
+	@rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet $(INDEX) torch==$(NEWEST_TORCH) -e '.[test]'
+	@touch $@
+
+test-newest: $(NEWEST)/installed
+	@$(subst $(BIN)/,$(NEWEST)/bin/,$(PYTEST)) -q -m "not slow and not engines" tests
+
+# The versions that pip would install in place of those in constraints.txt.
+newer: install-test
+	@$(BIN)/python -m pip install --dry-run --upgrade --upgrade-strategy eager $(INDEX) torch==$(NEWEST_TORCH) -e '.[test]' \
+	  | sed -n 's/^Would install //p' | tr ' ' '\n' | grep -v '^draftsmith-\|^$$' || true
 
 # Several processes, kills, exhaustive combinations.
 test-slow: install-test

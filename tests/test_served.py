@@ -472,7 +472,7 @@ def test_an_unknown_cause_is_not_made_up(place):
     ],
 )
 def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, message, monkeypatch):
-    """A line break in the key is left out: httpx would refuse it, and show the key."""
+    """A line break in the key is left out: httpx2 would refuse it, and show the key."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
     with (
         drafting(engine, pair_of(place), **mistake) as (url, _),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
 NO_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
-    reason="needs DeepSpeed (pip install 'draftsmith[deepspeed]'), and g++, with which it "
+    reason="needs DeepSpeed (pip install -e '.[deepspeed]'), and g++, with which it "
     "compiles on CPUs",
 )
 

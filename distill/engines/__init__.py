@@ -136,7 +136,7 @@ def _lazy(module: str, name: str, package: str | None = None, instead: str = "")
 
 ENGINES: dict[str, Maker] = {
     "hf": _lazy("hf", "HFEngine"),
-    "openai": _lazy("openai", "OpenAIEngine", "httpx"),
+    "openai": _lazy("openai", "OpenAIEngine"),
     "vllm": _lazy("vllm", "VLLMEngine", "vllm", "serve the target with it and use --engine openai"),
     "ray": _lazy("ray", "RayEngine", "ray"),
 }

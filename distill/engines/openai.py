@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 from urllib.parse import urlsplit
 
-import httpx
+import httpx2
 
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.prompts import room_for_prompts
@@ -57,7 +57,7 @@ class Slot:
     """One request at a time to a server, over a connection of its own."""
 
     server: Server
-    client: httpx.AsyncClient
+    client: httpx2.AsyncClient
 
 
 class OpenAIEngine(Engine):
@@ -86,7 +86,7 @@ class OpenAIEngine(Engine):
             Server(_api_url(url), config.timeout_s, self._key) for url in config.endpoint
         ]
         # Takes milliseconds, and every client needs it.
-        self._certificates = httpx.create_ssl_context()
+        self._certificates = httpx2.create_ssl_context()
         self._spent_requests = 0
         self._spent_tokens = 0
         length = _run(self._probe())
@@ -112,17 +112,17 @@ class OpenAIEngine(Engine):
                 yield server.url
         self._servers = servers
 
-    def _client(self, server: Server) -> httpx.AsyncClient:
+    def _client(self, server: Server) -> httpx2.AsyncClient:
         """Return a client for one connection.
 
         A client with many connections scans all of them at each request, which at 64 costs more
         than the request.
         """
         longest_s = self._config.timeout_s
-        return httpx.AsyncClient(
+        return httpx2.AsyncClient(
             **client_options(server.url, self._key),
             verify=self._certificates,
-            timeout=httpx.Timeout(longest_s, connect=min(10.0, longest_s)),
+            timeout=httpx2.Timeout(longest_s, connect=min(10.0, longest_s)),
         )
 
     async def _probe(self) -> int | None:
@@ -153,7 +153,7 @@ class OpenAIEngine(Engine):
         stated = [length for length in lengths if length is not None]
         return min(stated, default=None)
 
-    async def _wake(self, server: Server, client: httpx.AsyncClient) -> int | None:
+    async def _wake(self, server: Server, client: httpx2.AsyncClient) -> int | None:
         """Find out what a server serves and how to ask it; return its context length, if it lists
         one.
         """

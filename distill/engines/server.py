@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import urljoin
 
-import httpx
+import httpx2
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
@@ -285,7 +285,7 @@ class Server:
         self._key = key
         self._other_model = False
 
-    async def models(self, client: httpx.AsyncClient) -> dict[str, JsonObject]:
+    async def models(self, client: httpx2.AsyncClient) -> dict[str, JsonObject]:
         """Return what /models lists, by name; empty if the server has no such list."""
         try:
             async with asyncio.timeout(min(_LIST_TIMEOUT_S, self.timeout_s)):
@@ -294,11 +294,11 @@ class Server:
                 return {}
             self._check(reply)
             return {str(entry["id"]): entry for entry in reply.json()["data"]}
-        except (httpx.HTTPError, TimeoutError, *_UNREADABLE) as error:
+        except (httpx2.HTTPError, TimeoutError, *_UNREADABLE) as error:
             raise self._failed(error, "/models does not answer") from None
 
     async def choose_dialect(
-        self, client: httpx.AsyncClient, completion: Completion, owners: set[str]
+        self, client: httpx2.AsyncClient, completion: Completion, owners: set[str]
     ) -> Dialect:
         """Find the richest dialect that the server understands, with one short answer each.
 
@@ -340,7 +340,7 @@ class Server:
 
     async def _check_raw(
         self,
-        client: httpx.AsyncClient,
+        client: httpx2.AsyncClient,
         trial: Completion,
         request: AnswerRequest,
         dialect: Dialect,
@@ -356,7 +356,7 @@ class Server:
 
     async def _with_end(
         self,
-        client: httpx.AsyncClient,
+        client: httpx2.AsyncClient,
         trial: Completion,
         request: AnswerRequest,
         dialect: Dialect,
@@ -384,7 +384,7 @@ class Server:
 
     async def ask(
         self,
-        client: httpx.AsyncClient,
+        client: httpx2.AsyncClient,
         completion: Completion,
         request: AnswerRequest,
         dialect: Dialect,
@@ -396,7 +396,7 @@ class Server:
             async with asyncio.timeout(self.timeout_s):
                 body = dialect.body(completion, request)
                 reply = await client.post(urljoin(self.base, path), json=body)
-        except (httpx.HTTPError, TimeoutError) as error:
+        except (httpx2.HTTPError, TimeoutError) as error:
             raise self._failed(error) from None
         self._check(reply)
         try:
@@ -428,18 +428,18 @@ class Server:
         return said(text, self._key)
 
     def _failed(
-        self, error: Exception, what: str = "", reply: httpx.Response | None = None
+        self, error: Exception, what: str = "", reply: httpx2.Response | None = None
     ) -> NoAnswer:
         name = type(error).__name__
         text = self.said(f"{name}: {error}" if str(error) else name)
-        no_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        garbled = not isinstance(error, httpx.HTTPError | TimeoutError)
+        no_connection = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+        garbled = not isinstance(error, httpx2.HTTPError | TimeoutError)
         reason = f"{what} ({text})" if what else text
         if reply is not None and b'"error"' in reply.content:
             reason += f": {self._shown(reply)}"
         return NoAnswer(f"{self.url}: {reason}", counts=not no_connection, garbled=garbled)
 
-    def _check(self, reply: httpx.Response) -> None:
+    def _check(self, reply: httpx2.Response) -> None:
         status = reply.status_code
         if status < 300:
             return
@@ -456,7 +456,7 @@ class Server:
         counts = status not in _NO_FAULT
         raise NoAnswer(reason, status, retry=retry, counts=counts, after_s=after_s)
 
-    def _shown(self, reply: httpx.Response) -> str:
+    def _shown(self, reply: httpx2.Response) -> str:
         return self.said(reply.text) or "no reason"
 
 

@@ -165,9 +165,9 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-# Import name -> extra, as in `pip install 'draftsmith[EXTRA]'`.
+# Import name -> extra, as in `pip install -e '.[EXTRA]'` in a checkout.
 EXTRAS = {name: name for name in ("deepspeed", "gguf", "ray", "tensorboard", "vllm", "wandb")}
-EXTRAS |= {"bitsandbytes": "bnb", "httpx": "serve"}
+EXTRAS["bitsandbytes"] = "bnb"
 
 
 def ran_out(error: BaseException) -> bool:
@@ -189,7 +189,7 @@ def require_package(package: str, asked_by: str, instead: str = "") -> None:
     """
     if not is_installed(package):
         extra = EXTRAS.get(package)
-        install = f"'draftsmith[{extra}]'" if extra else package
+        install = f"-e '.[{extra}]'" if extra else package
         more = f", or {instead}" if instead else ""
         raise InputError(
             f"{asked_by}: needs {package}, which is not installed; pip install {install}{more}"

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-import httpx
+import httpx2
 
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, hash_json
@@ -92,9 +92,9 @@ class RunningServer:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        timeout = httpx.Timeout(_ANSWER_TIMEOUT_S, connect=10.0)
+        timeout = httpx2.Timeout(_ANSWER_TIMEOUT_S, connect=10.0)
         self._key = key_of("OPENAI_API_KEY")
-        self._client = httpx.Client(**client_options(self.url, self._key), timeout=timeout)
+        self._client = httpx2.Client(**client_options(self.url, self._key), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
         self.model = str(models[0].get("id"))
         self._of_the_model = {key: models[0].get(key) for key in _OF_THE_MODEL}
@@ -257,17 +257,17 @@ class RunningServer:
             value: JsonObject = reply.json()
             if not isinstance(value, dict):
                 raise ValueError("no JSON object")
-        except (httpx.HTTPStatusError, ValueError, RecursionError) as error:
+        except (httpx2.HTTPStatusError, ValueError, RecursionError) as error:
             raise InputError(
                 f"--served {self.url}/{path}: {first_line(error)}: {said(reply.text, self._key)}"
             ) from None
         return value
 
-    def _fetch(self, path: str, body: JsonObject | None = None) -> httpx.Response:
+    def _fetch(self, path: str, body: JsonObject | None = None) -> httpx2.Response:
         try:
             method = "GET" if body is None else "POST"
             return self._client.request(method, f"{self.url}/{path}", json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise InputError(
                 f"--served {self.url}: does not answer ({said(first_line(error), self._key)}); "
                 "start the server, with the command that `draftsmith doctor` prints without "
