@@ -32,8 +32,8 @@ from draftsmith.core.options import (
 from draftsmith.core.settings import Sampling
 
 T = TypeVar("T")
-OfServers = Annotated[T, Of("engine", "openai")]
-OfRay = Annotated[T, Of("engine", "ray")]
+OfServers = Annotated[T, Of("engine", ["openai"])]
+OfRay = Annotated[T, Of("engine", ["ray"])]
 OfStates = Annotated[T, Of("states")]
 TeacherTopK = Annotated[int, Field(ge=0, le=65535)]
 
@@ -94,9 +94,9 @@ class EngineOptions(LargeTargetOptions):
     """Copies of the target on the Ray cluster. Default: one per GPU, or one per node without
     GPUs.
     """
-    tensor_parallel_size: Rare[NotIdentity[Annotated[AtLeast1, Of("engine", "vllm")]]] = 1
+    tensor_parallel_size: Rare[NotIdentity[Annotated[AtLeast1, Of("engine", ["vllm"])]]] = 1
     """GPUs that vLLM splits the target over."""
-    states: Rare[NotIdentity[Annotated[Directory | None, Of("engine", "vllm", "openai")]]] = None
+    states: Rare[NotIdentity[Annotated[Directory | None, Of("engine", ["vllm", "openai"])]]] = None
     """Directory for the target's hidden states of every row, which vLLM gives with the answer; for
     `train --states`. In process, or served on this machine with a shared directory.
     """
@@ -220,7 +220,7 @@ class StatesConfig(EngineOptions):
 
     states_of: Annotated[list[Directory], Field(min_length=1)]
     """Distilled sets whose rows get their states in --states."""
-    states: Annotated[NotIdentity[Directory], Of("engine", "vllm", "openai")]
+    states: Annotated[NotIdentity[Directory], Of("engine", ["vllm", "openai"])]
     """Directory for the target's hidden states, for `train --states`."""
 
     def asking(self) -> DistillConfig:

@@ -121,7 +121,7 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """The target: a local directory or hub name."""
     method: Literal["prune", "transplant"]
     """prune: layers of the target. transplant: --donor with the target's vocabulary."""
-    donor: Annotated[Model | None, Of("method", "transplant")] = None
+    donor: Annotated[Model | None, Of("method", ["transplant"])] = None
     """transplant: the model to move, of any tokenizer; a local directory or hub name."""
     num_layers: AtLeast1 | None = None
     """prune, transplant: number of layers to keep. Default: a quarter for prune, all for
@@ -129,7 +129,7 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
     """
     keep: Rare[Literal["first", "last", "even"] | None] = None
     """prune, transplant: which layers to keep. Default: even."""
-    intermediate_size: Rare[Annotated[AtLeast1 | None, Of("method", "prune")]] = None
+    intermediate_size: Rare[Annotated[AtLeast1 | None, Of("method", ["prune"])]] = None
     """prune: number of neurons per feed-forward block to keep, those that do most on --prompts."""
     draft_vocab_size: Rare[AtLeast1 | None] = None
     """Draft only this number of tokens, the most frequent ones in --data, then those that the

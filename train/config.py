@@ -44,7 +44,7 @@ class Optim:
     """
     lr: Positive | None = None
     """Peak learning rate. null: by a rule (printed) from the number of trained parameters."""
-    muon_lr: Rare[Annotated[Positive, Of("optim.name", "muon")]] = 0.02
+    muon_lr: Rare[Annotated[Positive, Of("optim.name", ["muon"])]] = 0.02
     """Peak rate of the matrices that Muon trains, whatever their size."""
     schedule: Rare[Literal["cosine", "wsd"]] = "cosine"
     """How the rate falls after the warm-up: as a cosine at once, or over the last fifth."""
@@ -66,31 +66,31 @@ DraftKind = Literal[
 VOCABULARY_KINDS = ("eagle3", *BLOCK_KINDS)
 _UNROLLED_KINDS = ("eagle", "eagle3", "mtp")
 _STACKED_KINDS = ("medusa", "hydra")
-OfBlocks = Annotated[T, Of("kind", *BLOCK_KINDS)]
-OfHeads = Annotated[T, Of("kind", *_UNROLLED_KINDS, *_STACKED_KINDS, *BLOCK_KINDS)]
+OfBlocks = Annotated[T, Of("kind", BLOCK_KINDS)]
+OfHeads = Annotated[T, Of("kind", [*_UNROLLED_KINDS, *_STACKED_KINDS, *BLOCK_KINDS])]
 
 
 @options
 class HeadOptions:
     """Heads; null is the paper's value."""
 
-    num_heads: Rare[Annotated[AtLeast1 | None, Of("kind", *_STACKED_KINDS)]] = None
+    num_heads: Rare[Annotated[AtLeast1 | None, Of("kind", _STACKED_KINDS)]] = None
     """Medusa, Hydra: number of heads, one per token ahead; 4."""
     num_layers: Rare[
-        Annotated[AtLeast1 | None, Of("kind", "eagle3", *_STACKED_KINDS, *BLOCK_KINDS)]
+        Annotated[AtLeast1 | None, Of("kind", ["eagle3", *_STACKED_KINDS, *BLOCK_KINDS])]
     ] = None
     """Medusa, Hydra: residual layers per head; 1. Decoder layers: EAGLE-3 1, block drafters 5."""
-    norms: Rare[Annotated[Literal["eagle3", "eagle31"] | None, Of("kind", "eagle3")]] = None
+    norms: Rare[Annotated[Literal["eagle3", "eagle31"] | None, Of("kind", ["eagle3"])]] = None
     """EAGLE-3: `eagle31` norms each of the target's states, and the features of the next depth;
     `eagle3` does not, for llama.cpp and the authors' code. eagle31.
     """
-    test_steps: Rare[Annotated[AtLeast1 | None, Of("kind", *_UNROLLED_KINDS)]] = None
+    test_steps: Rare[Annotated[AtLeast1 | None, Of("kind", _UNROLLED_KINDS)]] = None
     """Depths that are trained, each on the head's own features: EAGLE-3 7, MTP 3, EAGLE-1 1."""
     step_decay: Rare[OfHeads[Annotated[float, Field(gt=0, le=1)] | None]] = None
     """Weight of the loss of each further step, relative to the one before; 0.8, of a block drafter
     exp(-1/7) to exp(-1/4) by the size of its block.
     """
-    noise: Rare[Annotated[NonNegative | None, Of("kind", "eagle")]] = None
+    noise: Rare[Annotated[NonNegative | None, Of("kind", ["eagle"])]] = None
     """EAGLE-1: input features are shifted at random by up to this much; 0.1."""
     block_size: Rare[OfBlocks[Annotated[int, Field(ge=2)] | None]] = None
     """Block drafters: tokens of a block with its anchor; 16, dspark 7."""

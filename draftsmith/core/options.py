@@ -23,7 +23,7 @@
 line, from Python too. The docstring under a field is its help. `Rare[...]` hides an option from
 `--help` (`--help=all` shows it); `NotIdentity[...]` marks an option that does not change the
 result, `ByContent[...]` a file, directory or hub name that a run's identity holds by its content,
-so that a moved run resumes, `Annotated[..., Of("engine", "openai")]` one that is read beside
+so that a moved run resumes, `Annotated[..., Of("engine", ["openai"])]` one that is read beside
 --engine openai alone. The first sentence of an inherited or nested class is the heading of
 its section.
 """
@@ -35,7 +35,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import chain
@@ -103,13 +103,13 @@ class Of:
     it is given. An option that is null is open to all.
     """
 
-    def __init__(self, option: str, *values: str) -> None:
+    def __init__(self, option: str, values: Collection[str] = ()) -> None:
         self.option = option
         self.values = values
 
     def reads(self, given: object) -> bool:
         if self.values:
-            return given in (None, *self.values)
+            return given is None or given in self.values
         return bool(given)
 
     def __str__(self) -> str:
