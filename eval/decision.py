@@ -47,19 +47,19 @@ class Cell:
     sign: int | None = None
 
     @property
-    def place(self) -> tuple[str, float]:
-        """Set and temperature."""
-        return self.tau["set"], self.tau["temperature"]
+    def tokens(self) -> float:
+        """Tokens per target call."""
+        return float(self.tau["value"] or 1.0)
 
     @property
     def low(self) -> float:
         """The lower bound of the speedup; 0 without one."""
-        return float(self.speedup["low"] or 0.0) if self.speedup else 0.0
+        return float((self.speedup or {}).get("low") or 0.0)
 
     @property
     def high(self) -> float:
         """The upper bound of the speedup."""
-        return float(self.speedup["high"] or math.inf) if self.speedup else math.inf
+        return float((self.speedup or {}).get("high") or math.inf)
 
     @property
     def needed(self) -> float:
@@ -120,7 +120,7 @@ def decide(results: ResultsTable) -> Decision:
     able = {one: cells for one, cells in settings.items() if not _saves_nothing(cells)}
     every = list(chain.from_iterable(settings.values()))
     if every and not able:
-        nearest = max(every, key=lambda cell: (cell.tau["value"] or 1.0) / cell.needed)
+        nearest = max(every, key=lambda cell: cell.tokens / cell.needed)
         return Decision("reject", nearest.tau, needed=nearest.needed)
     timed = {one: _timed(cells) for one, cells in able.items() if _timed(cells)}
     if not timed:
@@ -144,7 +144,7 @@ def decide(results: ResultsTable) -> Decision:
         setting=best,
         cells=cells,
         comparisons=sum(cell.speedup is not None for cell in every),
-        busy=any(results.busy(*cell.place) for cell in cells if not cell.sign),
+        busy=any(_is_busy(results, cell) for cell in cells if not cell.sign),
         robust=_more_robust(results, best, timed),
     )
 
@@ -183,6 +183,10 @@ def _settings(results: ResultsTable) -> dict[Setting, list[Cell]]:
     return settings
 
 
+def _is_busy(results: ResultsTable, cell: Cell) -> bool:
+    return results.busy(cell.tau["set"], cell.tau["temperature"])
+
+
 def _timed(cells: Sequence[Cell]) -> list[Cell]:
     return [cell for cell in cells if cell.speedup is not None]
 
@@ -191,7 +195,7 @@ def _saves_nothing(cells: Sequence[Cell]) -> bool:
     """Whether a setting has too few tokens per target call: in every cell by its value, and in all
     together at 95 %, by the clock or by what every draft needs.
     """
-    if any((cell.tau["value"] or 1.0) >= cell.needed for cell in cells):
+    if any(cell.tokens >= cell.needed for cell in cells):
         return False
     most = _mean_bound([cell.likely for cell in cells], "high")
     cost = _mean_bound([cell.cost for cell in cells if cell.cost], "low")
@@ -206,14 +210,16 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
     mean = sum(row["value"] for row in rows) / len(rows)
     errors = [(row[end] - row["value"]) / half_width(row["n"] - 1) for row in rows]
     freedom = sum(row["n"] - 1 for row in rows)
-    away = half_width(freedom) * math.hypot(*errors) / len(rows)
+    error = math.sqrt(sum(error**2 for error in errors))
+    away = half_width(freedom) * error / len(rows)
     return mean + away if end == "high" else mean - away
 
 
 def _merit(cells: Sequence[Cell]) -> tuple[int, float]:
     """The cells in which a setting pays, then the logarithm of its mean lower bound."""
     pays = sum(cell.sign == 1 for cell in cells)
-    return pays, sum(math.log(max(cell.low, 1e-9)) for cell in cells) / len(cells)
+    lows = [max(cell.low, 1e-9) for cell in cells]
+    return pays, sum(map(math.log, lows)) / len(cells)
 
 
 def _more_robust(

@@ -8,6 +8,7 @@ from typing import Any
 
 from draftsmith.eval.decision import Decision, decide
 from draftsmith.eval.formats import (
+    KIND_TITLES,
     named_set,
     number,
     text_table,
@@ -19,9 +20,6 @@ from draftsmith.eval.method import decode_options
 from draftsmith.eval.report import said
 from draftsmith.eval.report.tables import MOST_ROWS, first_rows
 from draftsmith.eval.results_table import ResultsTable
-
-# The figures of `--json`.
-MAIN = ("alpha", "gain", "transfer", "tau", "tau_predicted", "tau_needed", "speedup", "identical")
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,8 @@ def table(results: ResultsTable, head: Lead) -> list[str]:
     rows = first_rows(results, head.decision, head.temperature)
     found = text_table(f"temperature {head.temperature:g}, 95 % intervals", rows[:MOST_ROWS])
     if len(rows) > MOST_ROWS:
-        found.append(f" and {len(rows) - MOST_ROWS} more rows in the report")
+        more = len(rows) - MOST_ROWS
+        found.append(f" and {more} more rows in the report")
     return found
 
 
@@ -100,7 +99,7 @@ def summary(results: ResultsTable) -> dict[str, Any]:
         },
         "remarks": [remark["text"] for remark in results.document["remarks"]],
         "peak_memory_bytes": results.document["clock"]["peak_memory_bytes"],
-        "rows": results.select(*MAIN),
+        "rows": results.select("alpha", "gain", "transfer", "tau", "tau_predicted", "speedup"),
     }
 
 
@@ -153,8 +152,10 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
     if decision.setting is None:
         return "untimed", _again(command, "--speed_prompts", "8")
     if decision.busy:
-        return "busy", shlex.join(["draftsmith", "eval", "--time_again", config.get("out", "DIR")])
-    return "unsure", _again(command, "--speed_prompts", str(4 * config["speed_prompts"]))
+        out = config.get("out", "DIR")
+        return "busy", shlex.join(["draftsmith", "eval", "--time_again", out])
+    prompts = 4 * config["speed_prompts"]
+    return "unsure", _again(command, "--speed_prompts", f"{prompts}")
 
 
 def _again(command: str, option: str, value: str) -> str:
@@ -170,20 +171,20 @@ def _again(command: str, option: str, value: str) -> str:
 def _robust(results: ResultsTable, decision: Decision) -> str:
     if not decision.robust or decision.setting is None or not decision.paying:
         return ""
-    own, other = (
-        with_interval(results.alpha(draft, "ood"))
-        for draft in (decision.setting.draft, decision.robust)
-    )
-    return said("robust", draft=decision.robust, other=other, own=own)
+    own = results.alpha(decision.setting.draft, "ood")
+    other = results.alpha(decision.robust, "ood")
+    shown = {"own": with_interval(own), "other": with_interval(other)}
+    return said("robust", draft=decision.robust, **shown)
 
 
 def _changes(results: ResultsTable, decision: Decision, temperature: float) -> list[str]:
     """What alignment changed in the decided draft, or in the one that gained most."""
     decided = decision.setting.draft if decision.setting else ""
     draft = decided if decided in results.aligned else results.best_aligned
-    found = [said("changes", draft=draft, temperature=f"{temperature:g}")]
+    found = [f"{draft} at temperature {temperature:g}:"]
     for kind in results.kinds:
-        parts = [f"alpha {with_seeds(results.alpha(draft, kind, temperature))}"]
+        alpha = results.alpha(draft, kind, temperature)
+        parts = [f"alpha {with_seeds(alpha)}"]
         if gain := results.gain(draft, kind, temperature):
             gained = with_seeds(gain, sign=True)
             parts.append(said("gained", gain=gained, base=results.base))
@@ -191,7 +192,7 @@ def _changes(results: ResultsTable, decision: Decision, temperature: float) -> l
         if worst and kind == "ood" and len(results.domains("ood")) > 1:
             lost = with_interval(worst, sign=True)
             parts.append(said("worst", set=worst["set"], gain=lost))
-        found.append(f"  {'in' if kind == 'id' else 'out of'} distribution: {'; '.join(parts)}")
+        found.append(f"  {KIND_TITLES[kind]}: {'; '.join(parts)}")
     return found
 
 
@@ -202,7 +203,8 @@ def _lossless(results: ResultsTable) -> str:
     parts = [said("lossy", names=", ".join(lossy))] if lossy else []
     counts = results.counts
     own = counts[counts["rule"].isin(set(rules) - set(lossy))]
-    sums = own.groupby("key", observed=True)["value"].sum()
+    by_key = own.groupby("key", observed=True)
+    sums = by_key["value"].sum()
     if "outputs" in sums:
         same, total = int(sums["identical"]), int(sums["outputs"])
         parts.append(said("identical", same=same, total=total))

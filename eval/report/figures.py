@@ -64,6 +64,14 @@ class Panel(NamedTuple):
     label: str
     lines: Sequence[Line]
 
+    @property
+    def points(self) -> int:
+        """The number of dots."""
+        found = 0
+        for line in self.lines:
+            found += sum(row is not None and row["value"] is not None for row in line.dots)
+        return found
+
 
 def alpha_figure(results: ResultsTable, look: Look) -> Drawn | None:
     """alpha of every draft on every set, ID first; a dashed line carries the base draft through
@@ -73,14 +81,14 @@ def alpha_figure(results: ResultsTable, look: Look) -> Drawn | None:
     for temperature in sorted(results.temperatures, reverse=True):
         lines: list[Line] = []
         for domain in results.domains():
-            base = None
-            if results.aligned:
-                base = results.alpha(results.base, domain, temperature)["value"]
-            lines.append(Line(f"{domain} ({results.kind(domain).upper()})"))
+            base = results.alpha(results.base, domain, temperature)
+            lines.append(Line(named_set(base)))
+            dashed = base["value"] if results.aligned else None
             for draft in results.drafts:
                 row = results.alpha(draft, domain, temperature)
-                lines.append(Line(draft, draft, [row], number(row["value"]), base))
-        panels.append(Panel(f"expected acceptance α, T = {temperature:g}", lines))
+                lines.append(Line(draft, draft, [row], number(row["value"]), dashed))
+        label = f"expected acceptance α, T = {temperature:g}"
+        panels.append(Panel(label, lines))
     return _dot_plots(look, panels, (-0.01, 1.01))
 
 
@@ -112,21 +120,21 @@ def tau_figure(results: ResultsTable, look: Look) -> Drawn | None:
     panels = []
     titles = {"tau": "tokens per target call, τ", "speedup": "speed, the target alone = 1"}
     for name, title in titles.items():
-        found: dict[str, dict[str, dict[str, FigureRow]]] = {}
+        dots: dict[tuple[str, str], list[FigureRow]] = {}
         for row in results.select(name):
-            if row["set"] is not None or row["temperature"] != results.top_temperature:
-                continue
-            lossy = "" if results.lossless(row["rule"]) else " · lossless: false"
-            method = f"{tree_name(row['tree'])} · {row['rule']}{lossy}"
-            found.setdefault(method, {}).setdefault(row["draft"], {})[row["kind"]] = row
+            if row["set"] is None and row["temperature"] == results.top_temperature:
+                lossy = "" if results.lossless(row["rule"]) else " · lossless: false"
+                method = f"{tree_name(row['tree'])} · {row['rule']}{lossy}"
+                dots.setdefault((method, row["draft"]), []).append(row)
         lines: list[Line] = []
-        for method, drafts in found.items():
-            lines.append(Line(method))
-            for draft, by_kind in drafts.items():
-                dots = [by_kind[kind] for kind in results.kinds]
-                note = " / ".join(number(row["value"], 2) for row in dots)
-                lines.append(Line(draft, draft, dots, note))
-        panels.append(Panel(f"{title} (T = {results.top_temperature:g})", lines))
+        for method, draft in sorted(dots, key=lambda key: key[0]):
+            if method not in [line.text for line in lines]:
+                lines.append(Line(method))
+            rows = sorted(dots[method, draft], key=lambda row: str(row["kind"]))
+            note = " / ".join(number(row["value"], 2) for row in rows)
+            lines.append(Line(draft, draft, rows, note))
+        label = f"{title} (T = {results.top_temperature:g})"
+        panels.append(Panel(label, lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""
     return _dot_plots(look, panels, (0.0, 1e9), reference=1.0, notes=notes)
 
@@ -144,10 +152,10 @@ def _dot_plots(
     bounds: of the x axis, which holds every interval. reference: x of a vertical line. notes:
     stand above the numbers on the right.
     """
-    panels = [panel for panel in panels if len(_drawn(panel.lines)) >= LEAST_POINTS]
+    panels = [panel for panel in panels if panel.points >= LEAST_POINTS]
     if not panels:
         return None
-    height = sum(len(panel.lines) * LINE + FRAME for panel in panels)
+    height = FRAME * len(panels) + LINE * sum(len(panel.lines) for panel in panels)
     with drawing(look.colours):
         figure = Figure(figsize=(WIDTH, height))
         axes = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
@@ -161,7 +169,8 @@ def _dot_plots(
                     _dots(ax, look, y, line, line.draft)
             ax.set_yticks(list(names), list(names.values()))
             for text, y in zip(ax.get_yticklabels(), names, strict=True):
-                text.set_color(look.colour(panel.lines[y].draft or ""))
+                draft = panel.lines[y].draft or ""
+                text.set_color(look.colour(draft))
             values = _values(panel.lines)
             if reference is not None:
                 values.append(reference)
@@ -176,23 +185,21 @@ def _dot_plots(
     return Drawn(figure, " ".join(map(_in_text, panels)))
 
 
-def _drawn(lines: Sequence[Line]) -> list[FigureRow]:
-    rows = [row for line in lines for row in line.dots]
-    return [row for row in rows if row is not None and row["value"] is not None]
-
-
 def _values(lines: Sequence[Line]) -> list[float]:
     """All that the axis must hold."""
-    ends = ("value", "low", "high", "seed_low", "seed_high")
-    values = [row[end] for row in _drawn(lines) for end in ends]
-    return [value for value in values if value is not None]
+    values = []
+    for line in lines:
+        for row in filter(None, line.dots):
+            ends = ("value", "low", "high", "seed_low", "seed_high")
+            values += [row[end] for end in ends if row[end] is not None]
+    return values
 
 
 def _in_text(panel: Panel) -> str:
     said = []
     for line in panel.lines:
-        figures = [with_interval(row) for row in line.dots if row is not None]
-        said.append(f"{line.text} {' / '.join(figures)}".rstrip())
+        figures = " / ".join(with_interval(row) for row in line.dots)
+        said.append(f"{line.text} {figures}".rstrip())
     return f"{panel.label}: {'; '.join(said)}."
 
 
@@ -261,7 +268,8 @@ def part_figure(results: ResultsTable, look: Look) -> Drawn | None:
     for row in results.select("alpha", "acceptance", parts=True):
         if row["set"] is None and row["temperature"] == results.top_temperature:
             by, _, part = row["part"].partition(": ")
-            of_panel = curves.setdefault(f"{by} ({row['kind'].upper()})", {})
+            title = f"{by} ({row['kind'].upper()})"
+            of_panel = curves.setdefault(title, {})
             begin = "0" if part.startswith("below") else part.split()[0]
             of_panel.setdefault(row["draft"], []).append(Point(begin, row))
     return _panels(look, curves, f"from, T = {results.top_temperature:g}")
@@ -281,9 +289,11 @@ def _panels(look: Look, curves: Curves, label: str) -> Drawn | None:
     rows = -(-len(shown) // columns)
     entries: dict[str, Artist] = {}
     with drawing(look.colours):
-        drafts = {draft for by_draft in shown.values() for draft in by_draft}
-        height = PANEL * rows + LEGEND_LINE * (2 + len(drafts) // 2)
-        figure = Figure(figsize=(WIDTH, height))
+        named: set[str] = set()
+        for by_draft in shown.values():
+            named |= set(by_draft)
+        legend = LEGEND_LINE * (2 + len(named) // 2)
+        figure = Figure(figsize=(WIDTH, PANEL * rows + legend))
         axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
         for ax in axes:
             ax.set_visible(False)

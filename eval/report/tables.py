@@ -1,6 +1,6 @@
 """The tables of a report: a line for what was measured, a column for each figure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.eval.decision import Decision
@@ -19,6 +19,7 @@ from draftsmith.eval.schema import TARGET, read_of
 Line = dict[str, str]
 DIGITS = {"speedup": 2, "speedup_with_prompt": 2, "tokens_per_s": 1, "accept": 2}
 HEADINGS = {"tau": "tokens per call", "tau_predicted": "predicted", "speedup": "speed"}
+COLUMNS = ("draft", "set", "alpha", "gain", *HEADINGS.values(), "tree")
 # Rows of the first table, and of the terminal's.
 MOST_ROWS = 14
 SIGNED = ("gain", "tau_gain")
@@ -50,7 +51,8 @@ def first_rows(results: ResultsTable, decision: Decision, temperature: float) ->
     cells: dict[tuple[str, str], list[FigureRow]] = {}
     for row in results.select("alpha", "gain", "tau", "tau_predicted", "speedup"):
         if row["temperature"] == temperature and (row["set"] is None) == pooled:
-            cells.setdefault((named_set(row), row["draft"]), []).append(row)
+            cell = (named_set(row), row["draft"])
+            cells.setdefault(cell, []).append(row)
     lines = []
     for (name, draft), rows in cells.items():
         method = _method(results, decision, rows)
@@ -62,7 +64,7 @@ def first_rows(results: ResultsTable, decision: Decision, temperature: float) ->
                 if figure == "speedup" and results.busy(row["set"] or row["kind"], temperature):
                     line["speed"] = f"~{number(row['value'], 1)}"
         lines.append(line)
-    return _filled(lines, ["draft", "set", "alpha", "gain", *HEADINGS.values(), "tree"])
+    return _filled(lines, COLUMNS)
 
 
 def _method(
@@ -90,17 +92,21 @@ def _method(
 
 
 def _text(row: FigureRow) -> str:
-    digits = DIGITS.get(row["figure"], 2 if row["figure"].startswith("tau") else 3)
-    return with_seeds(row, digits, sign=row["figure"] in SIGNED)
+    figure = row["figure"]
+    usual = 2 if figure.startswith("tau") else 3
+    return with_seeds(row, DIGITS.get(figure, usual), sign=figure in SIGNED)
 
 
-def _filled(lines: Iterable[Line], columns: Iterable[str]) -> list[Line]:
+def _filled(lines: Sequence[Line], columns: Sequence[str]) -> list[Line]:
     """Lines with the columns that are not empty in all of them."""
-    lines = list(lines)
-    used = [
-        name for name in columns if any(line.get(name, NONE) not in ("", NONE) for line in lines)
-    ]
-    return [{name: line.get(name, NONE) for name in used} for line in lines]
+    used = []
+    for name in columns:
+        if {line.get(name, NONE) for line in lines} - {"", NONE}:
+            used.append(name)
+    filled = []
+    for line in lines:
+        filled.append({name: line.get(name, NONE) for name in used})
+    return filled
 
 
 def _of_figures(results: ResultsTable, name: str) -> Table:
@@ -108,7 +114,8 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     words = WORDS["tables"][name]
     parts = name == "part"
     # The pool of one set says nothing more.
-    pools = [kind for kind in results.kinds if parts or len(results.domains(kind)) > 1]
+    several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
+    pools = results.kinds if parts else several
     lines: dict[tuple[str, ...], Line] = {}
     headings = []
     for figure in words["figures"]:
@@ -121,12 +128,16 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
             heading = figure if row["depth"] is None else f"{figure}@{row['depth']}"
             headings.append(heading)
             names = _names(results, row)
-            lines.setdefault(tuple(names.values()), names)[heading] = _text(row)
+            key = tuple(names.values())
+            lines.setdefault(key, names)[heading] = _text(row)
     names_of = ("set", "draft", "part", "tree", "verifier", "T")
-    filled = _filled(lines.values(), [*names_of, *dict.fromkeys(headings)])
-    count = sum(heading in names_of for heading in filled[0]) if filled else 0
-    empty = not filled or count == len(filled[0])
-    return Table(words["title"], words.get("note", ""), count, [] if empty else filled)
+    columns = [*names_of, *dict.fromkeys(headings)]
+    filled = _filled(list(lines.values()), columns)
+    used = list(filled[0]) if filled else []
+    names_used = [name for name in used if name in names_of]
+    if used == names_used:
+        filled = []
+    return Table(words["title"], words.get("note", ""), len(names_used), filled)
 
 
 def _names(results: ResultsTable, row: FigureRow) -> Line:
@@ -145,12 +156,12 @@ def _suites(results: ResultsTable) -> Table:
     lines = []
     for suite in results.document["suites"]:
         reasons = [f"{skip['row']}: {skip['reason']}" for skip in suite["skipped_rows"][:2]]
-        line = {"set": f"{suite['name']} ({suite['kind'].upper()})", "source": suite["source"]}
+        kind = suite["kind"].upper()
+        line = {"set": f"{suite['name']} ({kind})", "source": suite["source"]}
         line |= {key: str(suite[key]) for key in ("read", "done", "skipped", "failed")}
         line["why skipped (first two)"] = "; ".join(reasons)
         lines.append(line)
-    columns = lines[0] if lines else ()
-    return Table("Prompts", WORDS["prompts"], 2, _filled(lines, columns))
+    return Table("Prompts", WORDS["prompts"], 2, _filled(lines, list(lines[0])))
 
 
 def _models(results: ResultsTable) -> Table:
@@ -176,4 +187,4 @@ def _models(results: ResultsTable) -> Table:
         lines.append(line)
     whole = "" if clock["machine"]["gpu"] else ", all of the process included"
     note = WORDS["models"].format(memory=memory(clock["peak_memory_bytes"]), whole=whole)
-    return Table("Models", note, 2, _filled(lines, lines[0]))
+    return Table("Models", note, 2, _filled(lines, list(lines[0])))
