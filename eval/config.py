@@ -146,14 +146,14 @@ class StatesEvalConfig(ModelOptions, RevisionOptions):
     """Target model, of which embedding, final norm and output projection are loaded."""
     draft: Drafts
     """Drafts, each MODEL or NAME=MODEL: language models of its tokenizer, or heads."""
-    id: Annotated[list[Directory], Field(min_length=1)]
-    """Distilled sets in distribution: the target's own answers."""
-    ood: list[Directory] = field(default_factory=list)
+    id: Named
+    """Distilled sets in distribution, each DIR or NAME=DIR: the target's own answers."""
+    ood: list[NamedPrompts] = field(default_factory=list)
     """Distilled sets out of distribution."""
     tree: list[Spec] = field(default_factory=lambda: ["chain:4"])
     """Draft trees to predict tau for."""
     out: NotIdentity[Text]
-    """Directory for states.json, the figures with their 95 % intervals."""
+    """Directory for the results and the report."""
 
 
 @options

@@ -4,7 +4,7 @@ import atexit
 import os
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
 from draftsmith.decode.compiled.steps import check_backend
+from draftsmith.decode.method import Method
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks
-from draftsmith.eval.config import EvalConfig
+from draftsmith.eval.config import EvalConfig, StatesEvalConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.counts import TARGET, packed
 from draftsmith.eval.decoding import decoder_of, records_steps
@@ -45,6 +46,7 @@ from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check, draft_and_seed
 from draftsmith.eval.results import SCHEMA_VERSION, Results
 from draftsmith.eval.schema import Remark
+from draftsmith.eval.stored_states import options_of, read_answers
 from draftsmith.eval.suites import Suite, suite_rows
 from draftsmith.eval.tracking import track
 
@@ -60,9 +62,18 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     return evaluate_request(check(configured(EvalConfig, config, options)))
 
 
+def evaluate_from_states(config: StatesEvalConfig) -> Results:
+    """Do as `evaluate` without decoding, on answers of a target that is nowhere in memory."""
+    request = check(options_of(config))
+    nothing = dict.fromkeys(request.drafts, list[Method]())
+    return evaluate_request(replace(request, methods=nothing), config.states)
+
+
 @attention_of_any_length()
-def evaluate_request(request: EvalRequest) -> Results:
-    """Do as `evaluate` with options that are parsed."""
+def evaluate_request(request: EvalRequest, states: str | None = None) -> Results:
+    """Do as `evaluate` with options that are parsed. states: a directory; the target's answers are
+    then those of the sets.
+    """
     given = request.config
     started = time.time()
     wandb_runs.check_tracker(given.tracker)
@@ -74,41 +85,17 @@ def evaluate_request(request: EvalRequest) -> Results:
         on_main(lambda: _check_before(out, request.drafts))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
-        device = resolve_device(given.device)
-        check_backend(given.compile, device)
-        reset_peak_memory(device)
-        sources = models_of(request.drafts)
-        suites, pair = load(given, sources, request.id_sets, request.ood_sets)
-        drafts = _drafts(request, suites, pair)
-        seen = [*remarks.of_prompts(suites), *remarks.of_training(sources, suites)]
-        notes = announce(seen, strict=given.strict)
-        # Sampling options that are left out come from the target's generation_config.json.
-        hottest = sampling_options(given) | {"temperature": max(given.temperature)}
-        found = resolve_sampling(given.target, pair.target, hottest)
-        if found.note:
-            say(f"eval: {found.note}")
-        recorded = from_main(lambda: records_steps(given.compile, pair.target, drafts.values()))
-        request = request.resolved(found.sampling, date_of(pair.tokenizer), compile=recorded)
-        models = model_rows(given.target, pair.target, request.drafts, drafts)
-        notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
-        notes += announce(remarks.of_targets(sources, pair.target), strict=given.strict)
-        of_target = remarks.of_target(given.target, pair.target)
-        inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
-        command = command_line("eval", given)
-        run.begin("evaluation", identity(given), command, inputs, replace=True)
-        work = Evaluation(request, suites, pair, drafts, models, run)
-        few = remarks.of_groups(work.groups)
-        notes += announce([*of_target, *few], strict=False)
+        work, notes = _prepared(request, run, states)
         work.measure()
         late = remarks.of_timing(work.conditions, os.cpu_count() or 1)
-        late += remarks.of_outputs(work.tally.table(), models[TARGET]["dtype"])
+        late += remarks.of_outputs(work.tally.table(), work.models[TARGET]["dtype"])
         notes += announce(late, strict=False)
 
         def write() -> None:
             results = Results(_document(work, notes, given, started), out)
             results.write()
             write_report(results)
-            track(request.config, results)
+            track(work.request.config, results)
 
         on_main(write)
         run.finish("measurements", work.reused + work.measured)
@@ -118,6 +105,48 @@ def evaluate_request(request: EvalRequest) -> Results:
         raise RunError(f"--strict: {late[0]['text']}; {out} has the results")
     results.require(*given.require)
     return results
+
+
+def _prepared(
+    request: EvalRequest, run: Run, states: str | None
+) -> tuple[Evaluation, list[Remark]]:
+    """Read prompts, load models, claim the directory; return the work and what is remarkable."""
+    given = request.config
+    device = resolve_device(given.device)
+    check_backend(given.compile, device)
+    reset_peak_memory(device)
+    sources = models_of(request.drafts)
+    answers = None
+    if states is None:
+        suites, pair = load(given, sources, request.id_sets, request.ood_sets)
+    else:
+        answers = read_answers(request, states)
+        suites, pair = answers.suites, answers.pair
+    drafts = _drafts(request, suites, pair)
+    seen = [*remarks.of_prompts(suites), *remarks.of_training(sources, suites)]
+    notes = announce(seen, strict=given.strict)
+    # Sampling options that are left out come from the target's generation_config.json.
+    hottest = sampling_options(given) | {"temperature": max(given.temperature)}
+    found = resolve_sampling(given.target, pair.target, hottest)
+    if found.note:
+        say(f"eval: {found.note}")
+    recorded = from_main(lambda: records_steps(given.compile, pair.target, drafts.values()))
+    request = request.resolved(found.sampling, date_of(pair.tokenizer), compile=recorded)
+    models = model_rows(given.target, pair.target, request.drafts, drafts)
+    if answers is None:
+        other = remarks.of_targets(sources, pair.target)
+    else:
+        models[TARGET] = answers.whole(models[TARGET])
+        other = []
+    notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
+    notes += announce(other, strict=given.strict)
+    inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
+    run.begin("evaluation", identity(given), command_line("eval", given), inputs, replace=True)
+    work = Evaluation(request, suites, pair, drafts, models, run, answers)
+    few = remarks.of_groups(work.groups)
+    of_target = remarks.of_target(given.target, pair.target)
+    notes += announce([*of_target, *few], strict=False)
+    return work, notes
 
 
 def _check_before(out: Path, drafts: Collection[str]) -> None:

@@ -28,6 +28,7 @@ from draftsmith.eval.reading import measure_alphas
 from draftsmith.eval.remarks import conditions
 from draftsmith.eval.request import EvalRequest, draft_and_seed
 from draftsmith.eval.schema import Conditions, ModelRow
+from draftsmith.eval.stored_states import Answers
 from draftsmith.eval.suites import Suite, prompt_groups
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
@@ -52,6 +53,7 @@ class Evaluation:
     drafts: dict[str, AnyDraft]
     models: dict[str, ModelRow]
     run: Run
+    answers: Answers | None = None
     tally: Tally = field(default_factory=Tally)
     conditions: list[Conditions] = field(default_factory=list)
     advance: Advance = no_tick
@@ -147,10 +149,14 @@ class Evaluation:
         """Measure one suite at one temperature: the target's texts, which are returned, and
         acceptance on them.
         """
-        task, decides = self._decoding(suite, sampling)
         where = f"{suite.name}, T={sampling.temperature:g}"
         count = len(suite.prompts)
-        baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+        task, decides = self._decoding(suite, sampling)
+        make = task.baseline
+        if self.answers is not None:
+            decides["answers"] = self.answers.digests[suite.name]
+            make = partial(self.answers.baseline, suite.name)
+        baseline = self.cell(decides, make, f"target alone: {where}", count)
         written = [
             Count("tokens", [len(ids) for ids in baseline["output_ids"]]),
             Count("stopped", [int(reason == "stop") for reason in baseline["finish_reason"]]),
@@ -205,6 +211,7 @@ class Evaluation:
                 marks=span_marks(self.pair.tokenizer),
                 batch_size=self.request.config.batch_size,
                 seed=self.request.config.seed,
+                states=None if self.answers is None else self.answers.states,
             )
 
         def of(name: str) -> CellCounts:

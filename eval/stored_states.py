@@ -1,73 +1,137 @@
-"""Drafts of a target that is nowhere in memory: acceptance on its answers, from their states."""
+"""Answers of a target that is nowhere in memory, and their states in files: what an evaluation
+measures acceptance on in place of the target's own decoding.
+"""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
 from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import JsonObject, read_manifest, write_json_atomic
-from draftsmith.core.models import dtype_name, load_model
-from draftsmith.core.prompt_rows import parse_named
-from draftsmith.core.runs import Run
-from draftsmith.core.sampling import Sampling
-from draftsmith.core.settings import loading
+from draftsmith.core.io import JsonObject, read_manifest
+from draftsmith.core.model_configs import read_config, without_values
+from draftsmith.core.models import (
+    dtype_name,
+    load_model,
+    memory_bytes,
+    parameter_count,
+    read_per_token,
+)
+from draftsmith.core.progress import Tick
+from draftsmith.core.prompts import Prompt
+from draftsmith.core.settings import Sampling, loading, tokenizing
 from draftsmith.core.state_store import StoredStates, cached_layers, checkpoint_digest
-from draftsmith.decode.method import Method
+from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.heads import Head
-from draftsmith.drafts.load import load_draft
-from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.config import StatesEvalConfig
-from draftsmith.eval.counts import Tally, Where
-from draftsmith.eval.figures import estimate, rows_as_json
-from draftsmith.eval.reading import measure_alphas
-
-_BATCH = 16
+from draftsmith.drafts.load import LoadedModels, load_draft
+from draftsmith.eval.config import EvalConfig, StatesEvalConfig
+from draftsmith.eval.decoding import BaselineMeasurement
+from draftsmith.eval.request import EvalRequest
+from draftsmith.eval.schema import ModelRow, SuiteKind
+from draftsmith.eval.suites import Suite
 
 
-def evaluate_from_states(config: StatesEvalConfig) -> JsonObject:
-    """Measure alpha and predict tau of every draft on every set; write states.json."""
-    with Run(config.out) as run:
-        run.lock()
-        figures = _measured(config)
-        write_json_atomic(run.out / "states.json", {"figures": figures})
-    return {"out": config.out, "figures": figures}
+@dataclass(frozen=True)
+class Answers:
+    """baselines, digests: the answers of each suite, and of their set. pair: with a target that was
+    loaded without its layers.
+    """
+
+    suites: list[Suite]
+    baselines: dict[str, BaselineMeasurement]
+    digests: dict[str, str]
+    pair: LoadedModels
+    states: StoredStates
+    fingerprint: str
+
+    def baseline(self, suite: str, _: Tick) -> BaselineMeasurement:
+        """The target's own continuations of a suite."""
+        return self.baselines[suite]
+
+    def whole(self, part: ModelRow) -> ModelRow:
+        """The facts of the whole target, from those of the part that is here."""
+        config = read_config(self.pair.target_name, trust_remote_code=False)
+        model = without_values(config, self.pair.target.dtype)
+        row = part.copy()
+        row["fingerprint"] = self.fingerprint
+        row["parameters"] = parameter_count(model)
+        row["read_per_token"] = read_per_token(model)
+        row["memory_bytes"] = memory_bytes(model)
+        return row
 
 
-def _measured(config: StatesEvalConfig) -> list[JsonObject]:
+def options_of(config: StatesEvalConfig) -> EvalConfig:
+    """The options of an evaluation that decodes nothing, with the sampling that the answers were
+    drawn with.
+    """
+    sampling = _sampling([*config.id, *config.ood])
+    return EvalConfig(
+        target=config.target,
+        draft=config.draft,
+        id=config.id,
+        ood=config.ood,
+        tree=config.tree,
+        out=config.out,
+        temperature=[sampling.temperature],
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p or 1.0,
+        min_p=sampling.min_p or 0.0,
+        compile=False,
+        speed_prompts=0,
+        **loading(config),
+    )
+
+
+def read_answers(request: EvalRequest, directory: str) -> Answers:
+    """Read sets and load models. directory: of the states. Raise InputError for answers without
+    states.
+    """
+    config = request.config
     target = load_model(config.target, **loading(config), layers=False)
     options: JsonObject = {"device": str(target.device), "dtype": dtype_name(target)}
-    named = parse_named("draft", config.draft)
-    drafts = {name: load_draft(source, target, **options) for name, source in named.items()}
+    drafts = {}
+    for name, source in models_of(request.drafts).items():
+        drafts[name] = load_draft(source, target, **options)
     read = [draft.hidden_layers for draft in drafts.values() if isinstance(draft, Head)]
-    digest = checkpoint_digest(config.target, config.revision)
     layers = cached_layers(sorted(set(chain.from_iterable(read))))
-    states = StoredStates(config.states, target, digest)
-    methods = [Method.of(tree, "speculative") for tree in config.tree]
-    tally = Tally()
-    # Equal questions are one group, also in several sets.
-    asked: dict[str, int] = {}
-    kinds = dict.fromkeys(config.id, "id") | dict.fromkeys(config.ood, "ood")
-    for directory, kind in kinds.items():
-        rows = [row for row in set_rows(directory) if row["prompt_ids"]]
-        texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
-        states.require([text.ids for text in texts], layers, 2**31, directory)
-        sampling = _sampling(directory, rows)
-        measured = measure_alphas(
-            target, drafts, texts, sampling, methods, batch_size=_BATCH, states=states
+    digest = checkpoint_digest(config.target, config.revision)
+    states = StoredStates(directory, target, digest)
+    suites = []
+    baselines = {}
+    digests = {}
+    for name, source in (request.id_sets | request.ood_sets).items():
+        rows = [row for row in set_rows(source) if row["prompt_ids"]]
+        whole = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
+        states.require(whole, layers, 2**31, source)
+        baselines[name] = BaselineMeasurement(
+            output_ids=[row["response_ids"] for row in rows],
+            finish_reason=[row["finish_reason"] for row in rows],
         )
-        groups = [asked.setdefault(row["asked"], len(asked)) for row in rows]
-        for name, counts in measured.items():
-            where = Where(name, 1, Path(directory).name, kind, sampling.temperature)
-            tally.extend(where, groups, counts)
-    most = {method.tree: method.most_tokens for method in methods}
-    return rows_as_json(estimate(tally.table(), base=next(iter(drafts)), most_tokens=most))
+        digests[name] = read_manifest(Path(source))["digest"]
+        prompts = []
+        for row in rows:
+            ids = tuple(row["prompt_ids"])
+            prompts.append(Prompt(row["id"], name, ids, asked=int(row["asked"], 16)))
+        kind: SuiteKind = "id" if name in request.id_sets else "ood"
+        suites.append(Suite(name, kind, source, tuple(prompts), (), len(prompts)))
+    tokenizer = load_tokenizer(config.target, **tokenizing(config))
+    pair = LoadedModels(config.target, target, tokenizer, drafts)
+    return Answers(suites, baselines, digests, pair, states, digest)
 
 
-def _sampling(directory: str, rows: list[JsonObject]) -> Sampling:
+def _sampling(sets: Sequence[str]) -> Sampling:
     """What the answers were drawn with."""
-    config = read_manifest(Path(directory))["config"]
-    temperatures = {row["temperature"] for row in rows}
-    if len(temperatures) != 1 or None in temperatures:
-        raise InputError(f"{directory}: its answers have several temperatures, or unknown ones")
-    reshaped = {key: config[key] for key in ("top_k", "top_p", "min_p")}
-    return Sampling(temperature=temperatures.pop(), **reshaped)
+    found = set()
+    for source in sets:
+        directory = Path(source.rpartition("=")[2])
+        config = read_manifest(directory)["config"]
+        reshaped = {key: config[key] for key in ("top_k", "top_p", "min_p")}
+        for temperature in {row["temperature"] for row in set_rows(str(directory))}:
+            if temperature is None:
+                raise InputError(f"{directory}: its answers have an unknown temperature")
+            found.add(Sampling(temperature=temperature, **reshaped))
+    if len(found) != 1:
+        raise InputError("--id, --ood: their answers were drawn in several ways")
+    return found.pop()

@@ -341,7 +341,7 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
             out, err = run.stdout, run.stderr
         else:
             out, err = spawn("eval", *words, cwd=there).wait()
-        assert out.count("results:") == 1 and err.count("rows (--max_prompts)") == 1
+        assert out.count("report:") == 1 and err.count("rows (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append(timeless(document))
         cells = [

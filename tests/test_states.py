@@ -30,6 +30,7 @@ from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.method import Method
 from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.results import Results
 from tests.distilled import rows_of
 from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
 from tests.test_train_kinds import OPTIONS as KINDS
@@ -263,8 +264,11 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     words = (
         f"eval --states {tmp_path / 'states'} --target {target_dir} --draft mine={draft}".split()
     )
-    words += ["--id", distilled, "--ood", distilled, "--out", tmp_path / "out", "--device", "cpu"]
-    figures = door.summary(*words)["figures"]
+    words += ["--id", f"a={distilled}", "--ood", f"b={distilled}", "--device", "cpu"]
+    words += ["--out", tmp_path / "out"]
+    door.ok(*words)
+    results = Results.load(tmp_path / "out")
+    assert (tmp_path / "out" / "report.html").is_file()
     texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
     pair = load_models(target_dir, {"d": draft}, device="cpu")
     sampling = Sampling(temperature=rows[0]["temperature"])
@@ -276,12 +280,15 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
         "alpha": sum(whole["alpha"]) / sum(whole["positions"]),
         "tau_predicted": sum(whole["positions"]) / sum(calls),
     }
-    shown = [figure for figure in figures if figure["figure"] in values]
-    for figure in shown:
-        assert figure["value"] == pytest.approx(values[figure["figure"]], abs=1e-5)
-        assert figure["low"] < figure["value"] < figure["high"]
-    assert {figure["kind"] for figure in shown} == {"id", "ood"} and len(shown) == 8
-    assert {figure["draft"] for figure in figures} == {"mine"}
+    for name, value in values.items():
+        asked = [(None, None), ("chain:4", "speculative")]
+        figures = results.select(name)
+        shown = [figure for figure in figures if (figure["tree"], figure["rule"]) in asked]
+        for figure in shown:
+            assert figure["value"] == pytest.approx(value, abs=1e-5)
+            assert figure["low"] < figure["value"] < figure["high"]
+        assert {figure["set"] for figure in shown} >= {"a", "b"}
+    assert results.drafts == ["mine"] and results.methods == []
     said = door.refused(*words, "--id", tmp_path)
     assert "manifest.json" in said
     copy = shutil.copytree(distilled, tmp_path / "damaged")

@@ -169,17 +169,9 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
 
 
 def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
-    from draftsmith.eval.formats import named_set, with_interval
-    from draftsmith.eval.stored_states import evaluate_from_states
+    from draftsmith.eval.evaluate import evaluate_from_states
 
-    summary = evaluate_from_states(config)
-    lines = []
-    for figure in summary["figures"]:
-        if figure["figure"] in ("alpha", "tau_predicted"):
-            what = " ".join(filter(None, [figure["figure"], figure["tree"]]))
-            where = f"{named_set(figure)}: {figure['draft']}"
-            lines.append(f"{where}: {what} {with_interval(figure, 3)}")
-    return CommandResult(summary, lines)
+    return _measured(evaluate_from_states(config), {})
 
 
 def _render(config: "RenderConfig", command: str) -> CommandResult:
