@@ -511,7 +511,7 @@ def test_a_chat_and_its_first_question_are_on_one_side(target_dir, tmp_path):
     sides = []
     for day in ("26", "27"):
         read = read_prompts(source, tokenizer)
-        sides.append(hold_out(source, read, 2).heldout)
+        sides.append(hold_out(source, read, 2)["heldout"])
         tokenizer.chat_template = day + str(tokenizer.chat_template)
     held: list[Any] = [row["messages"] for row in sides[0]]
     assert [row["messages"] for row in sides[1]] == held

@@ -60,8 +60,8 @@ def shared(config: AlignConfig) -> JsonObject:
 
 def _begun(config: AlignConfig, facts: Facts, given: JsonObject, out: str) -> Choices:
     """Begin with the options of a stage that are given."""
-    own = {"date": facts.date, "out": str(config.directory / out)}
-    return Choices(shared(config) | deepcopy(given) | own)
+    values = shared(config) | deepcopy(given) | {"date": facts.date}
+    return Choices(values | {"out": str(config.directory / out)})
 
 
 def heldout_prompts(config: AlignConfig, facts: Facts) -> int:
@@ -144,8 +144,9 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     values = choices.values
     del values["prompt_tokens"]
     kind = draft_kind(config.draft).replace("draft", "lm") if config.draft else config.kind
-    values |= {"draft": config.draft, "objective": draft.objective, "kind": kind or "eagle3"}
+    values |= {"draft": config.draft, "objective": draft.objective, "kind": kind}
     values |= {"data": [str(out / "distilled")]}
+    choices.choose("kind", "eagle3", "docs/evidence/which-draft.md")
     values["seed"] += 1 + config.objective.index(draft.objective)
     if draft.replays:
         values["replay"] = [str(out / "general")]

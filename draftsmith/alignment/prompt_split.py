@@ -1,7 +1,6 @@
 """The prompts of `align`, divided into a part to train on and a part that is held out."""
 
 from itertools import islice
-from typing import NamedTuple
 
 from draftsmith.core.asked_hash import asked_in_chat, group_ranks
 from draftsmith.core.errors import InputError
@@ -11,15 +10,8 @@ from draftsmith.core.prompts import PromptSet
 Rows = list[dict[str, object]]
 
 
-class Split(NamedTuple):
-    """The rows of a source, on two sides."""
-
-    train: Rows
-    heldout: Rows
-
-
-def hold_out(source: str, read: PromptSet, count: int) -> Split:
-    """Divide the rows of `source`, without the skipped ones.
+def hold_out(source: str, read: PromptSet, count: int) -> dict[str, Rows]:
+    """Divide the rows of `source`, without the skipped ones, into `train` and `heldout`.
 
     Hold out `count` prompts by the hashes of what they ask, whatever the order of the rows, the
     template and its date. Rows that ask the same, and a chat with its own earlier turns, stay on
@@ -40,12 +32,12 @@ def hold_out(source: str, read: PromptSet, count: int) -> Split:
         )
     skipped = {skip.row for skip in read.skipped}
     used = iter(zip(read.prompts, ranks, strict=True))
-    split = Split([], [])
+    split: dict[str, Rows] = {"train": [], "heldout": []}
     for row in islice(iterate_records(source), read.rows):
         if row.number in skipped:
             continue
         prompt, rank = next(used)
         asked = asked_of(parse_record(row))
-        side = split.heldout if rank < count else split.train
-        side.append({"id": prompt.id, "domain": prompt.domain, **asked})
+        side = "heldout" if rank < count else "train"
+        split[side].append({"id": prompt.id, "domain": prompt.domain, **asked})
     return split

@@ -44,7 +44,7 @@ _SAID = {
     "distill": ["max_prompts", "num_samples", "max_new_tokens"],
     "general": ["prompts", "max_new_tokens"],
     "train": ["kind", "objective", "steps", "batch_size", "accumulation"],
-    "eval": ["max_prompts", "temperature", "tree"],
+    "eval": ["max_prompts", "tree"],
 }
 
 
@@ -130,8 +130,8 @@ def _claim(config: AlignConfig, command: str) -> None:
     decides = identity(config) | loading(config)
     if Path(config.prompts).is_file():
         decides["prompts"] = sha256_file(Path(config.prompts))
-    places = known_by_content(config)
-    claim(config.directory, "alignment", {"config": decides}, command, places)
+    inputs = known_by_content(config)
+    claim(config.directory, "alignment", {"config": decides}, command, inputs)
 
 
 def _begin(config: AlignConfig, command: str) -> None:
@@ -145,15 +145,16 @@ def _begin(config: AlignConfig, command: str) -> None:
             chosen = choose(name, config, facts, stages[0].options if stages else None)
         stages.append(stage_of(name, file, chosen))
     check(stages[-1].options)
-    heldout = heldout_prompts(config, facts)
-    split = hold_out(config.prompts, prompts, heldout) if heldout else None
+    split = {}
+    if not config.id:
+        split = hold_out(config.prompts, prompts, heldout_prompts(config, facts))
 
     def write() -> None:
         directory = config.directory / "prompts"
         if split and not (config.directory / "run.json").exists():
             refuse_foreign(directory, ("*.jsonl",))
         _claim(config, command)
-        for side, rows in split._asdict().items() if split else ():
+        for side, rows in split.items():
             write_rows(directory / f"{side}.jsonl", rows)
         for stage in stages:
             stage.write()
