@@ -121,7 +121,8 @@ def _prepared(
         suites, pair = load(given, sources, request.id_sets, request.ood_sets)
     else:
         answers = read_answers(request, states)
-        suites, pair = answers.suites, answers.pair
+        suites = answers.suites
+        pair = answers.pair
     drafts = _drafts(request, suites, pair)
     seen = [*remarks.of_prompts(suites), *remarks.of_training(sources, suites)]
     notes = announce(seen, strict=given.strict)

@@ -68,6 +68,7 @@ from draftsmith.train.trainees import TRAINEES
 
 _SHAPE = ("model_type", "hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 _OF_FRESH_HEADS = ("num_heads", "num_layers", "norms", "block_size", "target_layers", "window")
+_OF_TRAINEES = ("noise", "test_steps", "step_decay", "anchors")
 _CACHE_GIB = 16.0
 # Limit of the hidden states that are kept in memory, in each process.
 _MEMORY_BYTES = 2 * 2**30
@@ -102,7 +103,7 @@ def build(
         model = _build_lm(config, target)
         return _with_draft_vocabulary(config, model, target, training, chosen)
     assert target is not None
-    options = _head_options(config, *_OF_FRESH_HEADS)
+    options = _head_options(config, _OF_FRESH_HEADS)
     if config.draft is not None:
         for key in options:
             raise InputError(f"head.{key}: {config.draft} has its own; leave it out")
@@ -123,13 +124,13 @@ def build(
 
 def fresh_options(config: TrainConfig) -> dict[str, Any]:
     """The options that a fresh head is made with, beside its vocabulary."""
-    options = _head_options(config, *_OF_FRESH_HEADS)
+    options = _head_options(config, _OF_FRESH_HEADS)
     if config.kind not in ("medusa", "hydra"):
         options["seed"] = config.seed
     return options
 
 
-def _head_options(config: TrainConfig, *keys: str) -> dict[str, Any]:
+def _head_options(config: TrainConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Those options of a head that are not null; the others have their defaults in the head or its
     trainee.
     """
@@ -264,7 +265,7 @@ def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:
             states = StateMemory(_MEMORY_BYTES, job.target.dtype, _reuses_states(job))
     given: dict[str, Any] = {"packing": config.packing, "states": states}
     if not isinstance(draft, PreTrainedModel):
-        given |= _head_options(config, "noise", "test_steps", "step_decay", "anchors")
+        given |= _head_options(config, _OF_TRAINEES)
         if config.gradient_checkpointing:
             cast(FeatureHead, draft).gradient_checkpointing = True
     trainee = TRAINEES[config.kind](draft, job.objective, job.target, **given)
