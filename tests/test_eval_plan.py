@@ -150,8 +150,6 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         "draftsmith.eval.remarks.SPREAD", 1e9
     )  # the machine of the tests may be busy or not
     monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
-    # The clock chooses the tree of the plan; with some trees this draft would not be decoded.
-    monkeypatch.setattr("draftsmith.eval.measuring.least_that_pays", lambda _: 0.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",
@@ -164,9 +162,8 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         temperature,
     ]
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
-    # Without a plan `auto` says how to make one.
-    _, err = door.ok("decode", *words, "--tree", "auto")
-    assert f"draftsmith plan --target {target_dir} --draft {draft} --prompts {prompts_file}" in err
+    said = door.refused("decode", *words, "--tree", "auto")
+    assert "auto reads the plan of a draft, DRAFT/plan.json; `draftsmith plan` makes it" in said
     out, err = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
     assert "takes up to about" in err
     plan = draft / "plan.json"
