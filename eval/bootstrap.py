@@ -120,9 +120,10 @@ def resamples(groups: Sequence[Hashable], count: int, seed: int) -> Resamples:
     size = len(numbers)
     if not size:
         return Resamples(np.zeros((count, 0)), (0,))
-    drawn_RG = np.random.default_rng(seed).multinomial(size, np.full(size, 1.0 / size), size=count)
-    weights_RP = drawn_RG[:, [numbers[group] for group in groups]].astype(np.float64)
-    return Resamples(weights_RP, (size,))
+    share_G = np.full(size, 1.0 / size)
+    drawn_RG = np.random.default_rng(seed).multinomial(size, share_G, size=count)
+    group_P = [numbers[group] for group in groups]
+    return Resamples(drawn_RG[:, group_P].astype(np.float64), (size,))
 
 
 def resamples_of_sets(groups: Mapping[str, Sequence[Hashable]], count: int, seed: int) -> Resamples:

@@ -128,9 +128,9 @@ class Tally:
 
         lengths = [len(count.values_P) for count in self.counts]
         columns = {}
-        for index, name in enumerate(KEYS):
-            names = np.array([(*count.where, count.key)[index] for count in self.counts], object)
-            codes, known = pandas.factorize(names)
+        named = [(*count.where, count.key) for count in self.counts]
+        for name, values in zip(KEYS, zip(*named, strict=True), strict=True):
+            codes, known = pandas.factorize(np.array(values, object))
             repeated = np.repeat(codes, lengths)
             categories = pandas.Index(known.tolist())
             columns[name] = pandas.Categorical.from_codes(repeated, categories=categories)
@@ -174,10 +174,12 @@ def unpacked(columns: JsonObject) -> "DataFrame":
 def _text(array: npt.NDArray[np.generic]) -> str:
     """Compress an array, byte by byte of all numbers: their first bytes are alike."""
     bytes_BN = array.view(np.uint8).reshape(len(array), array.itemsize).T
-    return b64encode(zlib.compress(bytes_BN.tobytes(), 6)).decode()
+    compressed = zlib.compress(bytes_BN.tobytes(), 6)
+    return b64encode(compressed).decode()
 
 
 def _array(text: str, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-    flat = np.frombuffer(zlib.decompress(b64decode(text)), np.uint8)
+    unzipped = zlib.decompress(b64decode(text))
+    flat = np.frombuffer(unzipped, np.uint8)
     bytes_NB = np.ascontiguousarray(flat.reshape(dtype.itemsize, -1).T)
     return bytes_NB.view(dtype)[:, 0]

@@ -3,7 +3,7 @@
 import atexit
 import os
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -82,7 +82,7 @@ def evaluate_request(request: EvalRequest, states: str | None = None) -> Results
     out = Path(given.out)
     with Run(out) as run:
         run.lock()
-        on_main(lambda: _check_before(out, request.drafts))
+        on_main(lambda: _check_before(out))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
         work, notes = _prepared(request, run, states)
@@ -150,19 +150,11 @@ def _prepared(
     return work, notes
 
 
-def _check_before(out: Path, drafts: Collection[str]) -> None:
-    """Raise InputError if results in `out` are of another program; say whether those that this
-    evaluation replaces hold drafts that it lacks.
-    """
+def _check_before(out: Path) -> None:
+    """Raise InputError if results in `out` are of another program."""
     file = out / "results.json"
-    before = read_json(file, "results") if file.is_file() else {}
-    if "schema_version" not in before:
+    if not file.is_file() or "schema_version" not in read_json(file, "results"):
         refuse_foreign(out, ("results.json", "report.html", "plots/*"))
-    if lost := [name for name in before.get("drafts", []) if name not in drafts]:
-        say(
-            f"eval: {out} holds results of {', '.join(lost)} too; they will be replaced, their "
-            "measurements kept"
-        )
 
 
 def _document(
@@ -172,13 +164,15 @@ def _document(
     request = work.request
     options = asdict(request.config)
     counts = work.tally.table()
-    methods = list(dict.fromkeys(chain.from_iterable(request.methods.values())))
+    every = chain.from_iterable(request.methods.values())
+    methods = list(dict.fromkeys(every))
+    trees = [*request.asked, *methods]
     rows = estimate(
         counts,
         base=request.base,
         resamples=request.config.bootstrap,
         seed=request.config.seed,
-        most_tokens={method.tree: method.most_tokens for method in [*request.asked, *methods]},
+        most_tokens={method.tree: method.most_tokens for method in trees},
     )
     return {
         "schema_version": SCHEMA_VERSION,

@@ -9,6 +9,7 @@ Legend: R resamples.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,11 +91,10 @@ class Minus:
         return self.ratio.below
 
     def keys(self, sums: Sums) -> list[Key]:
-        keys = self.ratio.keys(sums)
-        measured = set(keys)
-        of_base = [key._replace(draft=sums.draw.base) in measured for key in keys]
-        pairs = zip(keys, of_base, strict=True)
-        return [key for key, compared in pairs if compared and key.draft != sums.draw.base]
+        base = sums.draw.base
+        keys = dict.fromkeys(self.ratio.keys(sums))
+        others = [key for key in keys if key.draft != base]
+        return [key for key in others if key._replace(draft=base) in keys]
 
     def of(self, sums: Sums, key: Key) -> Sampled:
         new = self.ratio.of(sums, key)
@@ -107,7 +107,7 @@ class Minus:
         seeds: list[float] = []
         if len(new.of_seeds) > 1 or len(base.of_seeds) > 1:
             # Every run over every run of the base.
-            seeds = [one - other for one in new.of_seeds for other in base.of_seeds]
+            seeds = [one - other for one, other in product(new.of_seeds, base.of_seeds)]
         return Sampled(value, new.values_R - base.values_R, -most, most, seeds)
 
 
@@ -348,7 +348,9 @@ def estimate(
     kinds = counts[["set", "kind"]].drop_duplicates()
     kind_of: dict[str, str] = dict(zip(kinds["set"], kinds["kind"], strict=True))
     # Pools come first: transfers need that of the sets in distribution.
-    domains: list[tuple[str | None, str]] = [(None, kind) for kind in sorted(set(kind_of.values()))]
+    domains: list[tuple[str | None, str]] = []
+    for kind in sorted(set(kinds["kind"])):
+        domains.append((None, kind))
     domains += kind_of.items()
     rows: list[dict[str, Any]] = []
     at_home: Sums | None = None

@@ -19,7 +19,7 @@ from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where
+from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where, of_method
 from draftsmith.eval.decoding import BaselineMeasurement, Task, TimedCounts, continuations
 from draftsmith.eval.facts import identity, machine
 from draftsmith.eval.parts import span_marks
@@ -194,11 +194,15 @@ class Evaluation:
         """Acceptance and predictions of every draft. Drafts without a stored cell share one forward
         of the target.
         """
-        asked = list(dict.fromkeys([*self.request.asked, Method.of(f"chain:{CHAIN}")]))
+        every = [*self.request.asked, Method.of(f"chain:{CHAIN}")]
+        asked = list(dict.fromkeys(every))
         decides = decides | {"what": "alpha", "predicted": [method.facts for method in asked]}
-        drafts = self.drafts
-        cells = {name: decides | {"draft": identity(self.models[name])} for name in drafts}
-        missing = {name: draft for name, draft in drafts.items() if not self.kept(cells[name])}
+        cells: dict[str, Decides] = {}
+        missing: dict[str, AnyDraft] = {}
+        for name, draft in self.drafts.items():
+            cells[name] = decides | {"draft": identity(self.models[name])}
+            if not self.kept(cells[name]):
+                missing[name] = draft
         measured: dict[str, list[Count]] = {}
         if missing:
             measured = measure_alphas(
@@ -243,12 +247,14 @@ class Evaluation:
         )
         for run, counts in timed["runs"]:
             self._append(run, suite, sampling, counts)
-        alone = {count.key: count.values_P for count in map(Count._make, timed["runs"][0][1])}
+        _, alone_counts = timed["runs"][0]
+        alone = of_method(map(Count._make, alone_counts))
         pairs = zip(alone["decode_s"], alone["timed_tokens"], strict=True)
         rates = [seconds / tokens for seconds, tokens in pairs if tokens]
-        cpus = os.cpu_count() or 1
-        where = (suite.name, sampling.temperature)
-        self.conditions.append(conditions(*where, timed["load"], rates, cpus))
+        quiet = conditions(
+            suite.name, sampling.temperature, timed["load"], rates, os.cpu_count() or 1
+        )
+        self.conditions.append(quiet)
 
 
 def _cell_name(decides: Decides) -> str:

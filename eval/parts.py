@@ -105,9 +105,11 @@ def by_confidence(sampling: Sampling, at: Positions) -> dict[str, list[list[list
     """
     # At temperature 0 q is one token, so take the draft's confidence from its logits.
     belief_NV = at.logits_NV.float().softmax(-1) if sampling.greedy else at.q_NV
-    belief_NK, ids_NK = belief_NV.topk(min(_LIKELIEST, at.p_NV.shape[1]), dim=-1)
+    count = min(_LIKELIEST, at.p_NV.shape[1])
+    belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
     q_NK = at.q_NV.gather(1, ids_NK)
-    values = [q_NK, q_NK * belief_NK, q_NK * at.p_NV.gather(1, ids_NK)]
+    p_NK = at.p_NV.gather(1, ids_NK)
+    values = [q_NK, q_NK * belief_NK, q_NK * p_NK]
     values_NK3: Tensor = torch.stack(values, dim=-1).double()
     bin_NK = (belief_NK * BINS).long().clamp(max=BINS - 1)
     sums_NB3 = values_NK3.new_zeros(len(belief_NK), BINS, 3)

@@ -23,6 +23,7 @@ language model).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import TypedDict
 
 import numpy as np
@@ -95,7 +96,8 @@ class Traces:
                 widths[2] = (0, longest - array.shape[2])
                 padded.append(np.pad(array, widths))
             values[key] = np.concatenate(padded, axis=1)
-        return cls(np.concatenate([part.lengths_P for part in parts]), parts[0].any_depth, values)
+        lengths_P = np.concatenate([part.lengths_P for part in parts])
+        return cls(lengths_P, parts[0].any_depth, values)
 
     def sums(self, key: str) -> list[float]:
         """By continuation, the sum of a value of the first drafted token."""
@@ -107,7 +109,7 @@ def chains(*, greedy: bool) -> list[Method]:
     """Chains of 1 to 8, above temperature 0 also under block verification."""
     lengths = range(1, LONGEST_CHAIN + 1)
     rules = ["speculative"] if greedy else ["speculative", "block"]
-    return [Method.of(f"chain:{length}", rule) for rule in rules for length in lengths]
+    return [Method.of(f"chain:{length}", rule) for rule, length in product(rules, lengths)]
 
 
 def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:

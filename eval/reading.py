@@ -468,12 +468,14 @@ def measure_alphas(
 
 
 def _accepted(read: Traces, parts: Mapping[str, Inside]) -> list[Count]:
-    counts = [Count(key, read.sums(key)) for key in SUMS if key in read.values]
+    known = [key for key in SUMS if key in read.values]
+    counts = [Count(key, read.sums(key)) for key in known]
     counts.append(Count("positions", read.lengths_P.tolist()))
     for part, inside_PL in parts.items():
         alpha_P = np.where(inside_PL, read.values["alpha"][0], 0).sum(1)
+        positions_P = inside_PL.sum(1)
         counts.append(Count("alpha", alpha_P.tolist(), part=part))
-        counts.append(Count("positions", inside_PL.sum(1).tolist(), part=part))
+        counts.append(Count("positions", positions_P.tolist(), part=part))
     return counts
 
 

@@ -162,13 +162,11 @@ class ResultsTable:
         how: tuple[str | None, str | None] = (None, None)
         if known := self._methods(figure, draft):
             how = self._method(draft, known, tree, verifier)
-        pool = (None, domain) if domain in KINDS else (domain,)
         rows = self._index.get((figure, draft, temperature), [])
-        return [
-            row
-            for row in rows
-            if (row["tree"], row["rule"]) == how and (row["set"], row["kind"])[: len(pool)] == pool
-        ]
+        rows = [row for row in rows if (row["tree"], row["rule"]) == how]
+        if domain in KINDS:
+            return [row for row in rows if row["set"] is None and row["kind"] == domain]
+        return [row for row in rows if row["set"] == domain]
 
     @cached_property
     def _index(self) -> dict[tuple[str, str, float], list[Row]]:

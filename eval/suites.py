@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import hash_json
@@ -35,7 +35,8 @@ class Suite:
 
 def prompt_groups(suites: Sequence[Suite]) -> dict[str, list[int]]:
     """The group of each prompt by suite, numbered through all suites (`eval.groups`)."""
-    numbers = iter(groups_of([prompt for suite in suites for prompt in suite.prompts]))
+    prompts = list(chain.from_iterable(suite.prompts for suite in suites))
+    numbers = iter(groups_of(prompts))
     return {suite.name: list(islice(numbers, len(suite.prompts))) for suite in suites}
 
 

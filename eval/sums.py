@@ -72,8 +72,11 @@ class Sums:
 
     def keys(self, *names: str) -> list[Key]:
         """What has all of these counts here."""
-        keys = [key for key, name in self.columns if name == names[0]]
-        return [key for key in keys if all((key, name) in self.columns for name in names)]
+        first, *others = names
+        keys = [key for key, name in self.columns if name == first]
+        for name in others:
+            keys = [key for key in keys if self.has(key, name)]
+        return keys
 
     def has(self, key: Key, name: str) -> bool:
         """Whether there is such a count here."""
@@ -121,7 +124,8 @@ class NumberedCounts:
         code = np.zeros(len(table), np.int64)
         for name in (*Key._fields, "key"):
             column = table[name].cat
-            code = code * (1 + len(column.categories)) + column.codes.to_numpy() + 1
+            code *= 1 + len(column.categories)
+            code += column.codes.to_numpy() + 1
         number, codes = pandas.factorize(code)
         return cls(table, number, [_key_of(table, int(each)) for each in codes])
 
@@ -136,9 +140,9 @@ class NumberedCounts:
         set_P: list[str] = []
         for each in sets:
             of_set = (part["set"] == each).to_numpy()
-            size = int(prompts[of_set].max()) + 1
+            last = int(prompts[of_set].max())
             prompts[of_set] += len(set_P)
-            set_P += [each] * size
+            set_P += [each] * (last + 1)
         groups_P = np.zeros(len(set_P), np.int64)
         groups_P[prompts] = part["group"]
         names = part["key"].cat
@@ -154,7 +158,8 @@ class NumberedCounts:
             same_N = (has_NP == has_P).all(1)
             groups: dict[str, list[int]] = {}
             for prompt in np.flatnonzero(has_P):
-                groups.setdefault(set_P[prompt], []).append(int(groups_P[prompt]))
+                of_set_P = groups.setdefault(set_P[prompt], [])
+                of_set_P.append(int(groups_P[prompt]))
             drawn = resamples_of_sets(groups, draw.resamples, draw.seed)
             picks |= dict.fromkeys(names.categories[same_N], drawn)
             columns = [index for index, (_, key) in enumerate(keys) if picks.get(key) is drawn]
@@ -178,10 +183,10 @@ def _summed(part: "DataFrame", cells: npt.NDArray[np.int64], shape: tuple[int, i
 
 
 def _key_of(counts: "DataFrame", code: int) -> tuple[Key, str]:
-    values: list[Any] = []
+    values: dict[str, Any] = {}
     for name in reversed((*Key._fields, "key")):
         categories = counts[name].cat.categories
         code, index = divmod(code, 1 + len(categories))
-        values.append(categories[index - 1] if index else None)
-    name, *rest = values
-    return Key(*reversed(rest)), name
+        values[name] = categories[index - 1] if index else None
+    key = values.pop("key")
+    return Key(**values), key

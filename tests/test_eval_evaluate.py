@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-import draftsmith.eval.evaluate as evaluation
 from draftsmith.cli.commands import run
 from draftsmith.core.errors import InputError, RequirementError, RunError
 from draftsmith.decode import BatchOutput, SpeculativeDecoder
@@ -280,17 +279,6 @@ def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, caps
     assert (tmp_path / "plots" / "alpha.png").is_file()
     with pytest.raises(InputError, match="--tree: unknown option"):
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
-
-
-def test_results_that_lack_a_draft_of_those_before_say_so(tmp_path, capsys):
-    evaluation._check_before(tmp_path, ["base"])
-    (tmp_path / "results.json").write_text(
-        json.dumps({"schema_version": 7, "drafts": ["base", "one", "two"]})
-    )
-    evaluation._check_before(tmp_path, ["base", "one", "two", "three"])
-    assert capsys.readouterr().err == ""
-    evaluation._check_before(tmp_path, ["base", "one"])
-    assert f"{tmp_path} holds results of two too; they will be replaced" in capsys.readouterr().err
 
 
 @pytest.mark.slow
