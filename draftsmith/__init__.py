@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from draftsmith.drafts.layouts.export import export as export
     from draftsmith.eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
     from draftsmith.eval.decision import decide as decide
-    from draftsmith.eval.evaluate import evaluate as evaluate
     from draftsmith.eval.planning.plan import plan as plan
     from draftsmith.eval.results import Results as Results
+    from draftsmith.eval.run import evaluate as evaluate
     from draftsmith.init_run import init as init
     from draftsmith.outputs import Output as Output
     from draftsmith.pair import Pair as Pair, load_pair as load_pair
@@ -99,7 +99,7 @@ _PUBLIC = {
     "align": "alignment.stages:align",
     "decide": "eval.decision:decide",
     "doctor": "drafts.doctor:examine",
-    "evaluate": "eval.evaluate:evaluate",
+    "evaluate": "eval.run:evaluate",
     "export": "drafts.layouts.export:export",
     "init": "init_run:init",
     "load_pair": "pair:load_pair",

@@ -44,10 +44,10 @@ from draftsmith.drafts.load import LoadedModels, load_models
 from draftsmith.drafts.make.prune import prune
 from draftsmith.drafts.make.size import too_costly
 from draftsmith.drafts.make.transplant import transplant
-from draftsmith.eval import decoding
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval import timing
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
-from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.formulas import Continuation
 from draftsmith.train.data import load_examples
 
 _BATCH = 8
@@ -210,7 +210,7 @@ def _answers(config: InitConfig, pair: LoadedModels) -> list[Continuation]:
         limit=config.max_prompts,
     )
     read.say_skipped()
-    return decoding.answers(
+    return timing.answers(
         pair.target,
         read.prompts,
         _DRAWN,

@@ -29,7 +29,7 @@ from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.draft_sources import JOINED, is_copying, is_joined
 from draftsmith.drafts.load import Draft, LoadedModels
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.predict import Floats, Traces
 
 # Stands beyond the end of a text; -1 where nothing was copied.

@@ -27,10 +27,10 @@ from draftsmith.core.tokenization import Tokenizer, decode_text, load_tokenizer
 from draftsmith.decode import take_over
 from draftsmith.drafts.load import LoadedModels, load_models
 from draftsmith.eval.config import EvalConfig, PlanConfig
-from draftsmith.eval.decoding import answers
 from draftsmith.eval.other_templates import read_set
 from draftsmith.eval.schema import SuiteKind
 from draftsmith.eval.suites import Suite, fit
+from draftsmith.eval.timing import answers
 
 _BATCH = 16
 

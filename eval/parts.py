@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import Tokenizer
-from draftsmith.eval.acceptance import Continuation, Positions
+from draftsmith.eval.formulas import Continuation, Positions
 
 PLACE = "place in the answer"
 CONTEXT = "tokens before"

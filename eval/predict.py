@@ -1,5 +1,5 @@
 """Predict what decoding with a tree would count, from the traces of the target's own texts
-(`eval.acceptance`).
+(`eval.formulas`).
 
 Given the output text, a step that begins at token n accepts at least d drafted tokens with chance
 R_d(n): the product, along the tree's nodes, of the chances that the text's tokens were accepted.
@@ -124,7 +124,7 @@ def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:
 
 
 def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int]:
-    """By rule whose chances by rank are drawn (`acceptance.rank_chances`), the most candidates of
+    """By rule whose chances by rank are drawn (`formulas.rank_chances`), the most candidates of
     one node; at temperature 0 nothing is drawn.
     """
     needed: dict[str, int] = {}

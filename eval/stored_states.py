@@ -27,10 +27,10 @@ from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.load import LoadedModels, load_draft
 from draftsmith.eval.config import EvalConfig, StatesEvalConfig
-from draftsmith.eval.decoding import BaselineMeasurement
 from draftsmith.eval.request import EvalRequest
 from draftsmith.eval.schema import ModelRow, SuiteKind
 from draftsmith.eval.suites import Suite
+from draftsmith.eval.timing import BaselineMeasurement
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ import torch
 torch.set_num_threads(1)
 import datasets, transformers.models.llama.modeling_llama
 import draftsmith.distill.generate, draftsmith.alignment.stages, draftsmith.cli.decode_run
-import draftsmith.distill.engines.hf, draftsmith.train.training_run, draftsmith.eval.evaluate
+import draftsmith.distill.engines.hf, draftsmith.train.training_run, draftsmith.eval.run
 if find_spec("deepspeed"):
     import deepspeed  # accelerate imports it in every run
 from draftsmith.__main__ import main
@@ -494,7 +494,7 @@ def smollm2(tmp_path_factory):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Evaluations end without a report, whose figures take seconds to draw."""
-    monkeypatch.setattr("draftsmith.eval.evaluate.write_report", lambda results: results.directory)
+    monkeypatch.setattr("draftsmith.eval.run.write_report", lambda results: results.directory)
 
 
 @pytest.fixture

@@ -36,8 +36,8 @@ SMALL = """--distill.num_samples 2 --distill.max_new_tokens 10 --distill.batch_s
 # One way to decode instead of those that are chosen by default, where a test is not about them.
 ONE_WAY = ["--eval.tree", "chain:1", "--eval.temperature", "1"]
 # As `patch` of `spawn`: what the fixture `undrawn` is to `door`.
-UNDRAWN = """import draftsmith.eval.evaluate
-draftsmith.eval.evaluate.write_report = lambda results: results.directory
+UNDRAWN = """import draftsmith.eval.run
+draftsmith.eval.run.write_report = lambda results: results.directory
 """
 
 

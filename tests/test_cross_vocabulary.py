@@ -13,7 +13,7 @@ from draftsmith.core.sampling import Sampling, probs
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.load import load_models
 from draftsmith.drafts.vocabulary import vocabulary_map
-from draftsmith.eval.acceptance import Continuation, model_logits
+from draftsmith.eval.formulas import Continuation, model_logits
 from tests.distilled import write_rows
 from tests.tiny_models import alpha_sums
 

@@ -23,8 +23,8 @@ from draftsmith.decode import (
     Proposer,
     SpeculativeDecoder,
 )
-from draftsmith.eval.acceptance import Continuation
-from draftsmith.eval.reading import Reader
+from draftsmith.eval.alpha import Reader
+from draftsmith.eval.formulas import Continuation
 from tests.chi_square import chi_square, counts_of
 from tests.tiny_models import near, stirred_head, tiny_llama
 

@@ -32,7 +32,7 @@ from draftsmith.drafts.draft_vocabulary import (
     unseen_outside,
 )
 from draftsmith.drafts.load import draft_fingerprint, load_models
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.formulas import Continuation
 from draftsmith.train import draft_setup
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.config import Optim

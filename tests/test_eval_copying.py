@@ -14,16 +14,16 @@ from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.draft_sources import is_copying, models_of
 from draftsmith.drafts.load import load_models
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import CopyingDraft, JoinedDraft, copied_tokens, copied_traces
 from draftsmith.eval.counts import of_method
-from draftsmith.eval.decoding import Task, answers, continuations
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
-from draftsmith.eval.reading import measure_alphas
 from draftsmith.eval.request import check
+from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import lead
+from draftsmith.eval.timing import Task, answers, continuations
 from tests.tiny_models import at_depth, stirred_head, tiny_llama
 
 LOOKUP = CopyingDraft("prompt_lookup")
@@ -83,7 +83,7 @@ def results(request, target_dir, draft_dir, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "beside":
-            for file in ("decode.propose.lookup_first", "eval.reading"):
+            for file in ("decode.propose.lookup_first", "eval.alpha"):
                 patch.setattr(f"draftsmith.{file}.stands_beside", lambda _, trees: trees)
         return evaluate(config)
 

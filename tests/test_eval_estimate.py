@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.core.errors import RunError
 from draftsmith.core.sampling import Sampling, acceptance, probs
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.formulas import Continuation
 from tests.tiny_models import alpha_sums, near, tiny_llama
 
 VOCAB = 17

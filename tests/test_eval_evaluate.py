@@ -13,8 +13,8 @@ from draftsmith.cli.commands import run
 from draftsmith.core.errors import InputError, RequirementError, RunError
 from draftsmith.decode import BatchOutput, SpeculativeDecoder
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import lines, summary as summarise
 from tests.results_made_up import timeless
 from tests.tiny_models import near, save_word_tokenizer, tiny_llama
@@ -28,7 +28,7 @@ import json, os, signal
 import draftsmith.core.runs
 from draftsmith.core import io
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.run import evaluate
 writes = 0
 def write(path, value):
     global writes
@@ -360,8 +360,8 @@ def test_steps_are_timed_as_they_are_served(world, summary, tmp_path, monkeypatc
             ran.append(self.asked)
             return super().generate(*args, **options)
 
-    monkeypatch.setattr("draftsmith.eval.evaluate.check_backend", lambda *_: None)
-    monkeypatch.setattr("draftsmith.eval.decoding.SpeculativeDecoder", Recorder)
+    monkeypatch.setattr("draftsmith.eval.run.check_backend", lambda *_: None)
+    monkeypatch.setattr("draftsmith.eval.timing.SpeculativeDecoder", Recorder)
     shutil.copytree(world.out, recorded.out)
     timed = [path for path in Path(recorded.out).glob("cells/*") if "decode_s" in path.read_text()]
     evaluate(recorded)

@@ -20,11 +20,11 @@ from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
 from draftsmith.drafts.load import check_tokens_agree
-from draftsmith.eval.acceptance import Continuation, draft_logits
+from draftsmith.eval.alpha import Reader
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.formulas import Continuation, draft_logits
 from draftsmith.eval.method import Method
-from draftsmith.eval.reading import Reader
+from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, alpha_sums, stirred_head, tiny_llama
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.core.sampling import Sampling, probs
-from draftsmith.eval.acceptance import Continuation, Positions
+from draftsmith.eval.formulas import Continuation, Positions
 from draftsmith.eval.parts import (
     BINS,
     CONTEXT,

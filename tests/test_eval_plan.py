@@ -18,14 +18,14 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, Tree, parse_tree
 from draftsmith.decode.tree import DynamicTree
 from draftsmith.decode.tree_spec import kary
-from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.copying import CopyingDraft
-from draftsmith.eval.decoding import records_steps
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.plan import _pays, plan
 from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
+from draftsmith.eval.timing import records_steps
 from tests.tiny_models import redrawn, tiny_llama
 
 
@@ -312,7 +312,7 @@ def test_a_gpu_times_recorded_steps_by_default(device, asked, fails, recorded, m
             if fails and tried[-1] is not None:
                 raise RunError("compile: a step cannot be recorded")
 
-    monkeypatch.setattr("draftsmith.eval.decoding.SpeculativeDecoder", Recording)
+    monkeypatch.setattr("draftsmith.eval.timing.SpeculativeDecoder", Recording)
     target = cast(Any, torch.nn.Module())
     target.device = torch.device(device)
     assert records_steps(asked, target, [CopyingDraft("prompt_lookup")]) == recorded

@@ -17,13 +17,13 @@ from draftsmith.decode.stats import independent_tau
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
-from draftsmith.eval import decoding
+from draftsmith.eval import timing
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.counts import Count, of_method
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predictable
-from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.run import evaluate
 from tests.tiny_models import HEADS, at_depth, near, stirred_head, tiny_llama
 
 PROMPTS = [Prompt(f"p{i}", "d", (1, 3 + i % 13, 3 + i // 13 % 20)) for i in range(300)]
@@ -68,12 +68,12 @@ def texts():
     """`texts(target, sampling, count)`: the task of decoding as many prompts, and the target's own
     texts, once for all methods.
     """
-    made: dict[tuple[int, Sampling, int], tuple[decoding.Task, Any]] = {}
+    made: dict[tuple[int, Sampling, int], tuple[timing.Task, Any]] = {}
 
-    def of(target: LlamaForCausalLM, sampling: Sampling, count: int) -> tuple[decoding.Task, Any]:
+    def of(target: LlamaForCausalLM, sampling: Sampling, count: int) -> tuple[timing.Task, Any]:
         key = (id(target), sampling, count)
         if key not in made:
-            task = decoding.Task(
+            task = timing.Task(
                 target,
                 PROMPTS[:count],
                 sampling,
@@ -100,7 +100,7 @@ def _compare(
     errors of each. Methods are predicted from one forward.
     """
     task, ours = texts(target, sampling, count)
-    rows = decoding.continuations(PROMPTS[:count], ours)
+    rows = timing.continuations(PROMPTS[:count], ours)
     cell = measure_alphas(target, {"d": draft}, rows, sampling, methods, batch_size=64)["d"]  # type: ignore[dict-item]
     for method in methods:
         _agree(cell, task.decoding(draft, method, ours)["counts"], method, sampling, count)
@@ -152,10 +152,10 @@ def test_expected_counts_of_a_head_are_those_of_decoding_at_every_depth(
 
 def test_three_rules_from_one_forward_coincide_at_temperature_zero(pair):
     for sampling in (COLD, HOT):
-        ours = decoding.Task(
+        ours = timing.Task(
             pair[0], PROMPTS[:20], sampling, (), max_new_tokens=8, batch_size=20, seed=1
         ).baseline()
-        rows = decoding.continuations(PROMPTS[:20], ours)
+        rows = timing.continuations(PROMPTS[:20], ours)
         both = measure_alphas(
             pair[0], {"a": pair[1], "b": near(pair[0], 0.1, 7)}, rows, sampling, batch_size=8
         )
@@ -227,7 +227,7 @@ def cells(target_dir, draft_dir, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         # The report is tested elsewhere.
-        patch.setattr("draftsmith.eval.evaluate.write_report", lambda results: results.directory)
+        patch.setattr("draftsmith.eval.run.write_report", lambda results: results.directory)
         results = evaluate(config)
     cells: list[tuple[Any, ...]] = []
     for tau in results.select("tau"):

@@ -11,9 +11,9 @@ from draftsmith.core.errors import InputError, RequirementError
 from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check, named_runs
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import evaluate
 from draftsmith.eval.schema import SuiteKind
 from tests.results_made_up import BASE, BOTH, view
 from tests.tiny_models import near, save_word_tokenizer, tiny_llama

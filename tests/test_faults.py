@@ -27,7 +27,7 @@ from draftsmith.distill.engines import (
     RemoteTarget,
     sampling_of,
 )
-from draftsmith.eval import evaluate
+from draftsmith.eval import run as evaluation
 from draftsmith.outputs import Output
 from draftsmith.train import loop
 from tests.distilled import write_rows
@@ -214,7 +214,7 @@ def test_an_evaluation(target_dir, draft_dir, prompts_file, tmp_path):
         return content(out / "cells") | {"rows": json.dumps(rows).encode()}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "write_report", lambda results: None)
+        patch.setattr(evaluation, "write_report", lambda results: None)
         run()
         check(out, run, figures(out), ["cells/*.json"], figures)
 

@@ -19,11 +19,11 @@ from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.layouts.export import WRITERS
 from draftsmith.drafts.load import load_source
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import Traces, predict
-from draftsmith.eval.reading import measure_alphas
 from draftsmith.train.config import HeadOptions
 from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn

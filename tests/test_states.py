@@ -26,10 +26,10 @@ from draftsmith.core.state_store import (
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.load import load_models
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
-from draftsmith.eval.reading import measure_alphas
 from draftsmith.eval.results import Results
 from tests.distilled import rows_of
 from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of

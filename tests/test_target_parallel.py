@@ -32,7 +32,7 @@ PAIR = "--temperature 0 1 --tree chain:2 kary:2,2 --bootstrap 100 --speed_prompt
 # A rank is killed at a step. Evaluations end without a report, whose figures take seconds to draw.
 KILLED = DRIVER.replace("SIGTERM", "SIGKILL").replace(
     "gc.freeze()",
-    "draftsmith.eval.evaluate.write_report = lambda results: results.directory\ngc.freeze()",
+    "draftsmith.eval.run.write_report = lambda results: results.directory\ngc.freeze()",
 )
 CONFIGS = Path(__file__).parents[1] / "configs" / "accelerate"
 

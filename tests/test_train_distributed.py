@@ -38,7 +38,7 @@ DRIVER = """
 import gc, json, os, signal, sys
 from importlib.util import find_spec
 import torch.distributed
-import draftsmith.distill.generate, draftsmith.distill.engines.hf, draftsmith.eval.evaluate
+import draftsmith.distill.generate, draftsmith.distill.engines.hf, draftsmith.eval.run
 import draftsmith.train.training_run
 import draftsmith.train.loop
 from draftsmith.__main__ import main

@@ -27,10 +27,10 @@ from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.copying import AnyDraft
 from draftsmith.eval.counts import Count, of_method
-from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.formulas import Continuation
 
 M = TypeVar("M", bound=nn.Module)
 V = 23

@@ -32,9 +32,9 @@ from draftsmith.decode.propose.text_proposer import TextProposer, TextRow, Trie
 from draftsmith.distill.score import score
 from draftsmith.drafts.heads import HEADS, Head
 from draftsmith.drafts.load import Draft
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
-from draftsmith.eval.reading import measure_alphas
+from draftsmith.eval.formulas import Continuation
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainee import Trainee

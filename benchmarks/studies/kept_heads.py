@@ -34,7 +34,7 @@ from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.borrowed import start_as
 from draftsmith.drafts.heads.eagle import draw
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
-from draftsmith.eval.evaluate import evaluate
+from draftsmith.eval.run import evaluate
 from draftsmith.train.config import HeadOptions, Optim, TrainConfig
 from draftsmith.train.training_run import train
 

@@ -48,8 +48,8 @@ from draftsmith.core.io import JsonObject, atomic_dir
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads import write_head
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import evaluate
 from draftsmith.init_run import init
 from draftsmith.train.config import DraftKind, Optim, TrainConfig
 from draftsmith.train.training_run import train

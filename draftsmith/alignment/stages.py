@@ -33,9 +33,9 @@ from draftsmith.core.runs import Run, claim
 from draftsmith.core.settings import LARGE, loading
 from draftsmith.distill.generate import distill
 from draftsmith.drafts.cards import add_results
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import evaluate
 from draftsmith.init_run import in_words, init
 from draftsmith.train.training_run import train
 

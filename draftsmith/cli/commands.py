@@ -161,15 +161,15 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
     from draftsmith.eval.request import check
 
     request = check(config)  # before torch is imported
-    from draftsmith.eval.evaluate import evaluate_request
     from draftsmith.eval.results import Results
+    from draftsmith.eval.run import evaluate_request
 
     unmet = _unmet(lambda: evaluate_request(request))
     return replace(_measured(Results.load(config.out), {}), unmet=unmet)
 
 
 def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
-    from draftsmith.eval.evaluate import evaluate_from_states
+    from draftsmith.eval.run import evaluate_from_states
 
     return _measured(evaluate_from_states(config), {})
 
@@ -185,7 +185,7 @@ def _render(config: "RenderConfig", command: str) -> CommandResult:
 
 
 def _time_again(config: "TimeAgainConfig", command: str) -> CommandResult:
-    from draftsmith.eval.evaluate import without_timings
+    from draftsmith.eval.run import without_timings
 
     return _eval(without_timings(config.time_again), command)
 

@@ -19,9 +19,9 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.evaluate import evaluate
 from draftsmith.eval.report.page import first_table, pictures, render_template
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import lead, table, verdict
 
 RECIPES = Path(__file__).parent / "recipes"

@@ -26,7 +26,6 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options
 from draftsmith.core.template_date import fix_date
 from draftsmith.drafts.load import depth_limit, kind_of, other_targets
-from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.bootstrap import (
     Floats,
     PromptSums,
@@ -36,6 +35,7 @@ from draftsmith.eval.bootstrap import (
     resampled,
     resamples,
 )
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate

@@ -10,7 +10,7 @@ from draftsmith.core.progress import track
 from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines.server import Completion
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.formulas import Continuation
 from draftsmith.pair import Pair
 from draftsmith.serving.running_server import RunningServer, ServedAnswer
 

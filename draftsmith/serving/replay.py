@@ -14,11 +14,11 @@ from transformers import PreTrainedModel
 from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.sampling import Sampling, probs
 from draftsmith.drafts.load import Draft
-from draftsmith.eval.acceptance import Continuation, Positions
+from draftsmith.eval.alpha import Reader
 from draftsmith.eval.bootstrap import Floats, PromptSums
+from draftsmith.eval.formulas import Continuation, Positions
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predict
-from draftsmith.eval.reading import Reader
 
 _BATCH = 8
 _NONE = 1e-6

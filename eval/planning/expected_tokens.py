@@ -2,7 +2,7 @@
 
 A node is the ranks on its path. Its value is how often decoding reaches it: the mean over positions
 of the product of the chances that the text's tokens were accepted at these ranks and depths, one
-after another (`eval.acceptance`). A step emits 1 + the sum of its nodes' values.
+after another (`eval.formulas`). A step emits 1 + the sum of its nodes' values.
 
 Sequoia's program (arXiv 2402.12374) takes the value of a node to be a product of one number per
 rank; here runs that occur together count together. Values are means over all positions, not over

@@ -27,7 +27,6 @@ from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
-from draftsmith.eval.decoding import records_steps
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
@@ -40,6 +39,7 @@ from draftsmith.eval.planning.planner import (
     Planner,
 )
 from draftsmith.eval.schema import Estimate
+from draftsmith.eval.timing import records_steps
 
 SCHEMA_VERSION = 1
 # Steps of a plan, and those of ranking trees without trying them.

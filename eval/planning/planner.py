@@ -27,17 +27,17 @@ from draftsmith.decode import (
 from draftsmith.decode.tree import chain
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, depth_limit
-from draftsmith.eval.acceptance import Continuation
+from draftsmith.eval.alpha import Reader
 from draftsmith.eval.bootstrap import PromptSums, estimate, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
-from draftsmith.eval.decoding import answers
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.method import OWN_TREE, Method
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.step_costs import Costs, Rounds, fit, time_shapes
 from draftsmith.eval.predict import Traces, chances, predict
-from draftsmith.eval.reading import Reader
 from draftsmith.eval.schema import Estimate
+from draftsmith.eval.timing import answers
 
 T = TypeVar("T")
 

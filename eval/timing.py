@@ -29,8 +29,8 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.method import Method
 from draftsmith.decode.propose.sources import AnyDraft, JoinedDraft, proposer_of
-from draftsmith.eval.acceptance import Continuation
 from draftsmith.eval.counts import TARGET, CellCounts, Count, at_depths, decoded
+from draftsmith.eval.formulas import Continuation
 
 WARM_UP_TOKENS = 8
 # Counts that are kept, by their name in `decode.stats`.
@@ -258,7 +258,7 @@ class Task:
 
 
 def continuations(prompts: Sequence[Prompt], baseline: BaselineMeasurement) -> list[Continuation]:
-    """Prompts with what the target wrote, as `reading.measure_alphas` takes them."""
+    """Prompts with what the target wrote, as `alpha.measure_alphas` takes them."""
     outputs = baseline["output_ids"]
     return [
         Continuation(prompt.id, prompt.ids, output)

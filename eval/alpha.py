@@ -34,14 +34,6 @@ from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.load import Draft
-from draftsmith.eval.acceptance import (
-    Continuation,
-    Positions,
-    Unrolled,
-    draft_logits,
-    model_logits,
-    rank_chances,
-)
 from draftsmith.eval.bootstrap import joined
 from draftsmith.eval.copying import (
     AnyDraft,
@@ -52,6 +44,14 @@ from draftsmith.eval.copying import (
     model_of,
 )
 from draftsmith.eval.counts import Count, at_depths, decoded
+from draftsmith.eval.formulas import (
+    Continuation,
+    Positions,
+    Unrolled,
+    draft_logits,
+    model_logits,
+    rank_chances,
+)
 from draftsmith.eval.parts import Inside, by_confidence, confidence_names, parts_of
 from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 

@@ -33,14 +33,13 @@ from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks
+from draftsmith.eval.cells import Evaluation
 from draftsmith.eval.config import EvalConfig, StatesEvalConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.counts import TARGET, packed
-from draftsmith.eval.decoding import decoder_of, records_steps
 from draftsmith.eval.facts import clock, model_rows
 from draftsmith.eval.figures import definitions, estimate, rows_as_json
 from draftsmith.eval.loading import load
-from draftsmith.eval.measuring import Evaluation
 from draftsmith.eval.remarks import announce
 from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check, draft_and_seed
@@ -48,6 +47,7 @@ from draftsmith.eval.results import SCHEMA_VERSION, Results
 from draftsmith.eval.schema import Remark
 from draftsmith.eval.stored_states import options_of, read_answers
 from draftsmith.eval.suites import Suite, suite_rows
+from draftsmith.eval.timing import decoder_of, records_steps
 from draftsmith.eval.tracking import track
 
 
