@@ -9,7 +9,7 @@ D depths, L tokens of the longest continuation, K ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -71,7 +71,7 @@ SUMS = (
     "drafted",
     "drafted_alpha",
 )
-Measurements = Mapping[str, Any]
+Measurements = dict[str, Any]
 """Lists with an entry per text, by name."""
 Observer = Callable[[Positions], Measurements]
 """Called once for every draft and group of texts."""
@@ -176,7 +176,7 @@ class Reading:
     """Traces and observations of some rows, by draft."""
 
     traces: dict[str, Traces]
-    observed: dict[str, dict[str, Measurements]]
+    observed: dict[str, Measurements]
 
 
 @dataclass(eq=False)
@@ -195,7 +195,7 @@ class Reader:
     batch_size: int
     max_logits: int = MAX_LOGITS
     seed: int = 0
-    observers: Mapping[str, Observer] = field(default_factory=dict)
+    observer: Observer | None = None
     states: StoredStates | None = None
     drafts_see_penalties: bool = True
 
@@ -235,10 +235,9 @@ class Reader:
         whole = Reading({}, {})
         for name in self.drafts:
             whole.traces[name] = Traces.joined([part.traces[name] for part in parts])
-            whole.observed[name] = {}
-            for observer in parts[0].observed.get(name, ()):
-                groups = [part.observed[name][observer] for part in parts]
-                whole.observed[name][observer] = {key: joined(groups, key) for key in groups[0]}
+            groups = [part.observed[name] for part in parts if name in part.observed]
+            for key in groups[0] if groups else ():
+                whole.observed.setdefault(name, {})[key] = joined(groups, key)
         return whole
 
     @torch.inference_mode()
@@ -365,10 +364,9 @@ class Reader:
         if not depth:
             values |= _next_token(p_NV, q_NV, logits_NV)
             # A model that drafts only beside lookup is not observed.
-            if not self._joins(drafted.name):
+            if self.observer is not None and not self._joins(drafted.name):
                 at = Positions(batch.rows, p_NV, q_NV, logits_NV)
-                seen = {key: observe(at) for key, observe in self.observers.items()}
-                part.observed[drafted.name] = seen
+                part.observed[drafted.name] = self.observer(at)
         for key, value in values.items():
             arrays[key][depth, rows, indices] = _numpy(value[:, 0])
         u_NK = u_BLK[rows, indices].to(q_NV.device)
@@ -449,7 +447,7 @@ def measure_alphas(
         else:
             readable[name] = draft
     if marks is not None:
-        options["observers"] = {"confidence": partial(by_confidence, sampling)}
+        options["observer"] = partial(by_confidence, sampling)
     every = list(dict.fromkeys([*methods, *brief]))
     whole = Reader(target, readable, sampling, every, **options).read(rows)
     parts = {} if marks is None else parts_of(rows, marks)
@@ -458,7 +456,7 @@ def measure_alphas(
         read = whole.traces.get(name) or traces[name]
         counts[name] = _accepted(read, parts if name in readable else {})
         if seen := whole.observed.get(name):
-            counts[name] += _by_confidence(seen["confidence"]["sums"])
+            counts[name] += _by_confidence(seen["sums"])
         for method in every if name in readable else ():
             if not _is_read(draft, method):
                 continue

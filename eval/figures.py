@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draftsmith.core.sampling import row_seed
-from draftsmith.eval.bootstrap import PromptSums, Resamples, interval
+from draftsmith.eval.bootstrap import PromptSums, Resamples
 from draftsmith.eval.counts import TARGET
 from draftsmith.eval.predict import away_of_run
-from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums
+from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums, over
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -54,8 +54,8 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class Over:
-    """A ratio over that of the target alone, paired by prompt."""
+class _Paired:
+    """A ratio beside another one of the same prompts."""
 
     ratio: Ratio
     meaning: str
@@ -63,6 +63,11 @@ class Over:
     @property
     def below(self) -> str:
         return self.ratio.below
+
+
+@dataclass(frozen=True)
+class Over(_Paired):
+    """A ratio over that of the target alone."""
 
     def keys(self, sums: Sums) -> list[Key]:
         return [key for key in self.ratio.keys(sums) if key.draft != TARGET]
@@ -70,25 +75,14 @@ class Over:
     def of(self, sums: Sums, key: Key) -> Sampled:
         own = self.ratio.of(sums, key)
         target = Key(TARGET, key.temperature, None, None, key.depth, key.part)
-        alone = self.ratio.of(sums, target)
-        assert own.values_R is not None and alone.values_R is not None
-        value = own.value / alone.value if own.value is not None and alone.value else None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values_R = own.values_R / alone.values_R
-        seeds = [each / alone.value for each in own.of_seeds if alone.value]
-        return Sampled(value, values_R, least=0.0, of_seeds=seeds)
+        alone = self.ratio.of(sums, target).values
+        of_seeds = [each / alone[0] for each in own.of_seeds if alone[0]]
+        return Sampled(over(own.values, alone), least=0.0, of_seeds=of_seeds)
 
 
 @dataclass(frozen=True)
-class Minus:
-    """A ratio minus that of the base draft, paired by prompt."""
-
-    ratio: Ratio
-    meaning: str
-
-    @property
-    def below(self) -> str:
-        return self.ratio.below
+class Minus(_Paired):
+    """A ratio minus that of the base draft."""
 
     def keys(self, sums: Sums) -> list[Key]:
         base = sums.draw.base
@@ -99,16 +93,11 @@ class Minus:
     def of(self, sums: Sums, key: Key) -> Sampled:
         new = self.ratio.of(sums, key)
         base = self.ratio.of(sums, key._replace(draft=sums.draw.base))
-        assert new.values_R is not None and base.values_R is not None
-        value = None
-        if new.value is not None and base.value is not None:
-            value = new.value - base.value
-        most = 1.0 if new.shares and base.shares else math.inf
-        seeds: list[float] = []
-        if len(new.of_seeds) > 1 or len(base.of_seeds) > 1:
-            # Every run over every run of the base.
-            seeds = [one - other for one, other in product(new.of_seeds, base.of_seeds)]
-        return Sampled(value, new.values_R - base.values_R, -most, most, seeds)
+        most = max(new.most, base.most)
+        most = most if most == 1.0 else math.inf
+        # Every seed over every seed of the base.
+        seeds = [one - other for one, other in product(new.of_seeds, base.of_seeds)]
+        return Sampled(new.values - base.values, -most, most, seeds)
 
 
 @dataclass(frozen=True)
@@ -132,13 +121,10 @@ class Quotient:
     def of(self, sums: Sums, key: Key, home: Sums) -> Sampled:
         here = self.minus.of(sums, key)
         there = self.minus.of(home, key)
-        low, _ = interval_of(there, home.picks[self.below])
-        if here.value is None or there.value is None or low is None or low <= 0:
-            return Sampled(None)
-        assert here.values_R is not None and there.values_R is not None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values_R = here.values_R / there.values_R
-        return Sampled(here.value / there.value, values_R)
+        low, _ = there.interval(home.picks[self.below])
+        if low is None or low <= 0:
+            return Sampled(np.full(1, np.nan))
+        return Sampled(over(here.values, there.values))
 
 
 @dataclass(frozen=True)
@@ -154,7 +140,8 @@ class MeanOfPrompts:
 
     def of(self, sums: Sums, key: Key) -> Sampled:
         pair = PromptSums(sums.prompts(key, self.above), sums.prompts(key, self.below))
-        return Sampled(pair.mean_per_prompt)
+        mean = pair.mean_per_prompt
+        return Sampled(np.array([math.nan if mean is None else mean]))
 
 
 @dataclass(frozen=True)
@@ -176,7 +163,8 @@ class OneRun:
         variance_P = sums.prompts(key, self.variance)
         away_R = away_of_run(pair, variance_P, sums.picks[self.below], seed)
         most = sums.draw.most_tokens.get(key.tree or "", math.inf)
-        return Sampled(pair.pooled, (pair.pooled or 0.0) + away_R, 1.0, most)
+        value = pair.pooled or math.nan
+        return Sampled(np.array([value, *(value + away_R)]), 1.0, most)
 
 
 Figure = Ratio | Over | Minus | Quotient | MeanOfPrompts | OneRun
@@ -388,16 +376,9 @@ def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:
 
 
 def _row(name: str, sums: Sums, key: Key, sampled: Sampled, picks: Resamples) -> dict[str, Any]:
-    low, high = interval_of(sampled, picks)
+    low, high = sampled.interval(picks)
     seeds = sampled.of_seeds if len(sampled.of_seeds) > 1 else ()
     where = {"figure": name, "set": sums.set, "kind": sums.kind, **key._asdict()}
-    bounds = {"value": sampled.value, "low": low, "high": high, "n": picks.groups}
+    bounds = {"value": sampled.values[0], "low": low, "high": high, "n": picks.groups}
     ends = {"seed_low": min(seeds, default=None), "seed_high": max(seeds, default=None)}
     return {**where, **bounds, **ends, "seeds": len(seeds) or None}
-
-
-def interval_of(sampled: Sampled, picks: Resamples) -> tuple[float | None, float | None]:
-    """Return the interval of a figure, or (None, None)."""
-    if sampled.values_R is None:
-        return None, None
-    return interval(sampled.values_R, picks, least=sampled.least, most=sampled.most)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith.eval.bootstrap import Floats, PromptSums, Resamples, resamples_of_sets
+from draftsmith.eval.bootstrap import Floats, Resamples, interval, resamples_of_sets
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -44,19 +44,22 @@ class Key(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A figure with its value in every resample (None: it has no interval) and for every seed."""
+    """A figure, its value in every resample after its own (NaN: none), and for every seed."""
 
-    value: float | None
-    values_R: Floats | None = None
+    values: Floats
     least: float = -math.inf
     most: float = math.inf
     of_seeds: Sequence[float] = ()
-    shares: bool = False
+
+    def interval(self, picks: Resamples) -> tuple[float | None, float | None]:
+        """Return the bounds of its interval, or (None, None)."""
+        return interval(self.values[1:], picks, least=self.least, most=self.most)
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """The counts of a set, or of all sets of a kind (`set` None), by prompt, resample and seed.
+    """The counts of a set, or of all sets of a kind (`set` None), by prompt, in all and after that
+    by resample, and by seed.
 
     columns: the number of each count. picks: the resamples, by the name of the count.
     """
@@ -66,7 +69,7 @@ class Sums:
     draw: "Draw"
     columns: Mapping[tuple[Key, str], int]
     counts_PK: Floats
-    resampled_RK: Floats
+    sums_1RK: Floats
     of_seeds_SK: Floats
     picks: Mapping[str, Resamples]
 
@@ -96,17 +99,15 @@ class Sums:
         least, most = 0.0, 1.0 if shares else math.inf
         if PER_CALL.get(below) == above:
             least, most = 1.0, self.draw.most_tokens.get(key.tree or "", math.inf)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values_R = self.resampled_RK[:, one] / self.resampled_RK[:, other]
-        seeds = [sums_K[one] / sums_K[other] for sums_K in self.of_seeds_SK if sums_K[other]]
-        return Sampled(
-            value=PromptSums(above_P, below_P).pooled,
-            values_R=values_R,
-            least=least,
-            most=most,
-            of_seeds=list(map(float, seeds)),
-            shares=shares,
-        )
+        values = over(self.sums_1RK[:, one], self.sums_1RK[:, other])
+        of_seeds = over(self.of_seeds_SK[:, one], self.of_seeds_SK[:, other])
+        return Sampled(values, least, most, of_seeds[np.isfinite(of_seeds)].tolist())
+
+
+def over(above: Floats, below: Floats) -> Floats:
+    """Divide; NaN where the divisor is zero."""
+    quotient: Floats = np.full(np.shape(below), np.nan)
+    return np.divide(above, below, out=quotient, where=below != 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +152,8 @@ class NumberedCounts:
         counts_PK = _summed(part, prompts * len(keys) + local, (len(set_P), len(keys)))
         seeds = part["seed"].cat
         cells = seeds.codes.to_numpy(np.int64) * len(keys) + local
-        resampled_RK = np.zeros((draw.resamples, len(keys)))
+        sums_1RK = np.zeros((1 + draw.resamples, len(keys)))
+        sums_1RK[0] = counts_PK.sum(0)
         picks: dict[str, Resamples] = {}
         for has_P in np.unique(has_NP[has_NP.any(1)], axis=0):
             # Counts of the same prompts, such as those that were timed, are resampled together.
@@ -163,14 +165,14 @@ class NumberedCounts:
             drawn = resamples_of_sets(groups, draw.resamples, draw.seed)
             picks |= dict.fromkeys(names.categories[same_N], drawn)
             columns = [index for index, (_, key) in enumerate(keys) if picks.get(key) is drawn]
-            resampled_RK[:, columns] = drawn.weights_RP @ counts_PK[np.ix_(has_P, columns)]
+            sums_1RK[1:, columns] = drawn.weights_RP @ counts_PK[np.ix_(has_P, columns)]
         return Sums(
             set=name,
             kind=kind,
             draw=draw,
             columns={key: index for index, key in enumerate(keys)},
             counts_PK=counts_PK,
-            resampled_RK=resampled_RK,
+            sums_1RK=sums_1RK,
             of_seeds_SK=_summed(part, cells, (len(seeds.categories), len(keys))),
             picks=picks,
         )

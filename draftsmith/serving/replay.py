@@ -66,11 +66,11 @@ def replay(case: Case, tokens: int) -> Replay:
         case.sampling,
         [method],
         batch_size=_BATCH,
-        observers={"texts": _texts},
+        observer=_texts,
         drafts_see_penalties=False,
     )
     read = reader.read(case.rows)
-    texts = read.observed["draft"]["texts"]
+    texts = read.observed["draft"]
     counts = predict(method.shape, method.verifier, case.sampling, read.traces["draft"])
     assert counts is not None
     emitted = [len(row.output_ids) for row in case.rows]
