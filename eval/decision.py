@@ -9,7 +9,7 @@ normal distribution, so that they are judged at a stricter level.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -37,29 +37,19 @@ class Cell:
     """A setting on one set at one temperature: tokens per target call, as measured and as predicted
     (less noisy), and by the clock what a step costs, in tokens, and the speedup.
 
-    `sign` is 1 if it pays, -1 if it cannot, 0 if neither is shown, None without an interval.
+    `sign` is 1 if it pays, -1 if it is slower, 0 if neither is shown, None without an interval.
     """
 
     tau: FigureRow
     likely: FigureRow
-    cost: FigureRow | None = None
-    speedup: FigureRow | None = None
-    sign: int | None = None
+    cost: FigureRow | None
+    speedup: FigureRow | None
+    sign: int | None
 
     @property
     def tokens(self) -> float:
         """Tokens per target call."""
         return float(self.tau["value"] or 1.0)
-
-    @property
-    def low(self) -> float:
-        """The lower bound of the speedup; 0 without one."""
-        return float((self.speedup or {}).get("low") or 0.0)
-
-    @property
-    def high(self) -> float:
-        """The upper bound of the speedup."""
-        return float((self.speedup or {}).get("high") or math.inf)
 
     @property
     def needed(self) -> float:
@@ -68,6 +58,57 @@ class Cell:
         """
         clear = sign(self.cost, SAVES_NOTHING) == 1
         return float(self.cost["value"]) if self.cost and clear else SAVES_NOTHING
+
+    @property
+    def low(self) -> float:
+        """The lower bound of the speedup; 0 without one."""
+        return float(self.speedup["low"] or 0.0) if self.speedup else 0.0
+
+    @property
+    def high(self) -> float:
+        """The upper bound of the speedup."""
+        return float(self.speedup["high"] or math.inf) if self.speedup else math.inf
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A setting with its cells."""
+
+    setting: Setting
+    cells: list[Cell]
+
+    @property
+    def timed(self) -> list[Cell]:
+        """The cells that were timed."""
+        return [cell for cell in self.cells if cell.speedup]
+
+    @property
+    def slower(self) -> bool:
+        """Whether it is slower in every cell."""
+        return all(cell.sign == -1 for cell in self.timed)
+
+    @property
+    def saves_nothing(self) -> bool:
+        """Whether it has too few tokens per target call: in every cell by its value, and in all
+        together at 95 %, by the clock or by what every draft needs.
+        """
+        if any(cell.tokens >= cell.needed for cell in self.cells):
+            return False
+        most = _mean_bound([cell.likely for cell in self.cells], "high")
+        cost = _mean_bound([cell.cost for cell in self.cells if cell.cost], "low")
+        return most is not None and most < max(SAVES_NOTHING, cost or 0.0)
+
+    @property
+    def merit(self) -> tuple[int, float]:
+        """The cells in which it pays, then the logarithm of its mean lower bound."""
+        pays = sum(cell.sign == 1 for cell in self.cells)
+        lows = [math.log(cell.low or 1e-9) for cell in self.timed]
+        return pays, sum(lows) / len(lows)
+
+    def reaches(self, other: "Judged") -> bool:
+        """Whether its speedups overlap another one's in every cell."""
+        pairs = zip(self.timed, other.timed, strict=False)
+        return all(one.high >= two.low for one, two in pairs)
 
 
 @dataclass(frozen=True)
@@ -92,7 +133,8 @@ class Decision:
     @property
     def paying(self) -> list[FigureRow]:
         """The speedups of the cells in which the setting pays."""
-        return [cell.speedup for cell in self.cells if cell.speedup and cell.sign == 1]
+        paying = [cell for cell in self.cells if cell.sign == 1]
+        return [cell.speedup for cell in paying if cell.speedup]
 
     @property
     def temperature(self) -> float | None:
@@ -116,61 +158,61 @@ def decide(results: ResultsTable) -> Decision:
     """Ship the best setting, for all sets or some, reject every draft, or tell neither. Without
     timings only tokens per call can decide. Raise nothing.
     """
-    settings = _settings(results)
-    able = {one: cells for one, cells in settings.items() if not _saves_nothing(cells)}
-    every = list(chain.from_iterable(settings.values()))
+    judged = _judged(results)
+    every = list(chain.from_iterable(one.cells for one in judged))
+    able = [one for one in judged if not one.saves_nothing]
+    timed = [one for one in able if one.timed]
     if every and not able:
         nearest = max(every, key=lambda cell: cell.tokens / cell.needed)
         return Decision("reject", nearest.tau, needed=nearest.needed)
-    timed = {one: _timed(cells) for one, cells in able.items() if _timed(cells)}
     if not timed:
-        taus = [cell.tau for cell in every]
-        return Decision("cannot_tell", max(taus, key=lambda row: row["value"], default=None))
-    best = max(timed, key=lambda setting: _merit(timed[setting]))
-    cells = timed[best]
-    signs_here = {cell.sign for cell in cells}
+        taus = sorted((cell.tau for cell in every), key=lambda row: row["value"] or 0.0)
+        return Decision("cannot_tell", taus[-1] if taus else None)
+    best = max(timed, key=lambda one: one.merit)
+    cells = best.timed
+    paying = [cell for cell in cells if cell.sign == 1]
     verdict: Outcome = "cannot_tell"
-    if 1 in signs_here:
-        everywhere = len(cells) == len(results.domains()) * len(results.temperatures)
-        verdict = "ship" if everywhere and signs_here == {1} else "ship_for"
-    elif {cell.sign for cell in chain.from_iterable(timed.values())} == {-1}:
+    if paying:
+        all_cells = len(results.domains()) * len(results.temperatures)
+        verdict = "ship" if len(paying) == all_cells else "ship_for"
+    elif all(one.slower for one in timed):
         verdict = "reject"
     # What ships is as sure as its weakest cell; what does not came nearest in its strongest.
-    paying = [cell for cell in cells if cell.sign == 1]
     ordered = sorted(paying or cells, key=lambda cell: cell.low)
+    open_taus = [cell.tau for cell in cells if not cell.sign]
     return Decision(
         verdict=verdict,
         row=ordered[0 if paying else -1].speedup,
-        setting=best,
+        setting=best.setting,
         cells=cells,
-        comparisons=sum(cell.speedup is not None for cell in every),
-        busy=any(_is_busy(results, cell) for cell in cells if not cell.sign),
+        comparisons=sum(len(one.timed) for one in judged),
+        busy=any(results.busy(tau["set"], tau["temperature"]) for tau in open_taus),
         robust=_more_robust(results, best, timed),
     )
 
 
-def _settings(results: ResultsTable) -> dict[Setting, list[Cell]]:
+def _judged(results: ResultsTable) -> list[Judged]:
     """Every lossless setting that was decoded, and what is predicted of drafts that were not."""
     found: dict[tuple[Setting, str, float], dict[str, FigureRow]] = {}
+    decoded = set()
     for row in results.select("tau", "tau_predicted", "tau_needed", "speedup"):
         if row["set"] is not None:
             setting = Setting(row["draft"], row["tree"], row["rule"])
             figures = found.setdefault((setting, row["set"], row["temperature"]), {})
             figures[row["figure"]] = row
-    decoded = {setting.draft for (setting, *_), figures in found.items() if "tau" in figures}
-    judged = {}
+            if row["figure"] == "tau":
+                decoded.add(setting.draft)
+    kept = {}
     busy = False
     for (setting, domain, temperature), figures in found.items():
         lossless = "tau" in figures and results.lossless(setting.rule)
         if lossless or setting.draft not in decoded:
-            judged[setting, domain, temperature] = figures
+            kept[setting, domain, temperature] = figures
             busy = busy or results.busy(domain, temperature)
-    speedups = [figures.get("speedup") for figures in judged.values()]
+    speedups = [figures.get("speedup") for figures in kept.values()]
     found_signs = signs(speedups, level=BUSY_LEVEL if busy else LEVEL)
     settings: dict[Setting, list[Cell]] = {}
-    for (setting, *_), figures, found_sign in zip(
-        judged, judged.values(), found_signs, strict=True
-    ):
+    for (setting, *_), figures, found_sign in zip(kept, kept.values(), found_signs, strict=True):
         tau = figures.get("tau") or figures["tau_predicted"]
         cell = Cell(
             tau=tau,
@@ -180,26 +222,7 @@ def _settings(results: ResultsTable) -> dict[Setting, list[Cell]]:
             sign=found_sign,
         )
         settings.setdefault(setting, []).append(cell)
-    return settings
-
-
-def _is_busy(results: ResultsTable, cell: Cell) -> bool:
-    return results.busy(cell.tau["set"], cell.tau["temperature"])
-
-
-def _timed(cells: Sequence[Cell]) -> list[Cell]:
-    return [cell for cell in cells if cell.speedup is not None]
-
-
-def _saves_nothing(cells: Sequence[Cell]) -> bool:
-    """Whether a setting has too few tokens per target call: in every cell by its value, and in all
-    together at 95 %, by the clock or by what every draft needs.
-    """
-    if any(cell.tokens >= cell.needed for cell in cells):
-        return False
-    most = _mean_bound([cell.likely for cell in cells], "high")
-    cost = _mean_bound([cell.cost for cell in cells if cell.cost], "low")
-    return most is not None and most < max(SAVES_NOTHING, cost or 0.0)
+    return [Judged(setting, cells) for setting, cells in settings.items()]
 
 
 def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float | None:
@@ -207,37 +230,24 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
     rows = [row for row in rows if row[end] is not None]
     if not rows:
         return None
-    mean = sum(row["value"] for row in rows) / len(rows)
-    errors = [(row[end] - row["value"]) / half_width(row["n"] - 1) for row in rows]
-    freedom = sum(row["n"] - 1 for row in rows)
-    error = math.sqrt(sum(error**2 for error in errors))
-    away = half_width(freedom) * error / len(rows)
+    mean = freedom = squares = 0.0
+    for row in rows:
+        mean += row["value"] / len(rows)
+        freedom += row["n"] - 1
+        squares += ((row[end] - row["value"]) / half_width(row["n"] - 1)) ** 2
+    away = half_width(int(freedom)) * math.sqrt(squares) / len(rows)
     return mean + away if end == "high" else mean - away
 
 
-def _merit(cells: Sequence[Cell]) -> tuple[int, float]:
-    """The cells in which a setting pays, then the logarithm of its mean lower bound."""
-    pays = sum(cell.sign == 1 for cell in cells)
-    lows = [max(cell.low, 1e-9) for cell in cells]
-    return pays, sum(map(math.log, lows)) / len(cells)
-
-
-def _more_robust(
-    results: ResultsTable, best: Setting, timed: Mapping[Setting, Sequence[Cell]]
-) -> str:
+def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -> str:
     """Of the drafts whose speedups overlap the best ones in every cell, the one with the highest
     alpha out of distribution, if that is not the best; empty if it is.
     """
-    if "ood" not in results.kinds:
-        return ""
-    alike = {best.draft}
-    for setting, cells in timed.items():
-        pairs = zip(cells, timed[best], strict=False)
-        if all(one.high >= other.low for one, other in pairs):
-            alike.add(setting.draft)
-    alphas = {}
-    for draft in alike:
-        row = results.figure("alpha", draft, "ood")
-        alphas[draft] = (row["value"] if row else None) or 0.0
-    first = max(alphas, key=lambda draft: (alphas[draft], draft == best.draft))
-    return "" if first == best.draft else first
+    first = ""
+    highest = 0.0
+    for one in [best, *timed] if "ood" in results.kinds else ():
+        row = results.figure("alpha", one.setting.draft, "ood")
+        alpha = (row["value"] if row else None) or 0.0
+        if one.reaches(best) and alpha > highest:
+            first, highest = one.setting.draft, alpha
+    return "" if first == best.setting.draft else first

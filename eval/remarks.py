@@ -15,6 +15,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from draftsmith.core.errors import InputError, counted
+from draftsmith.core.io import JsonObject
 from draftsmith.core.models import parameter_count
 from draftsmith.core.prompts import Prompt, read_prompt_hashes, token_runs
 from draftsmith.core.ranks import say
@@ -68,7 +69,9 @@ def of_prompts(suites: Sequence[Suite]) -> Iterator[Remark]:
         meaning = ""
         if one.kind != other.kind:
             meaning = "; figures in and out of distribution are not apart"
-        hashes = set(chain.from_iterable(prompt.hashes for prompt in one.prompts))
+        hashes: set[int] = set()
+        for prompt in one.prompts:
+            hashes |= set(prompt.hashes)
         rest = [prompt for prompt in other.prompts if hashes.isdisjoint(prompt.hashes)]
         if same := len(other.prompts) - len(rest):
             text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
@@ -106,17 +109,22 @@ def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[P
     `known`.
     """
     where: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    runs_of = []
     for index, prompt in enumerate(known):
-        for run in token_runs(prompt.ids, SHINGLE):
+        runs = token_runs(prompt.ids, SHINGLE)
+        runs_of.append(len(runs))
+        for run in runs:
             where[run].append(index)
-    sizes = [len(token_runs(prompt.ids, SHINGLE)) for prompt in known]
     near = []
     for prompt in others:
         runs = token_runs(prompt.ids, SHINGLE)
-        shared = Counter(chain.from_iterable(where[run] for run in runs if run in where))
-        shares = [count / (len(runs) + sizes[i] - count) for i, count in shared.items()]
-        if max(shares, default=0.0) >= SIMILAR:
-            near.append(prompt)
+        shared: Counter[int] = Counter()
+        for run in runs:
+            shared.update(where.get(run, ()))
+        for index, count in shared.items():
+            if count / (runs_of[index] + len(runs) - count) >= SIMILAR:
+                near.append(prompt)
+                break
     return near
 
 
@@ -175,12 +183,17 @@ def _of_seeds(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
         if shapes[0] != shapes[1]:
             found = " and ".join(shapes)
             raise InputError(f"--draft {draft}: its runs are {found} parameters; name them apart")
-        one, other = (read_record(Path(each["name"])).get("config", {}) for each in (first, row))
-        differ = [key for key in one if one[key] != other.get(key)]
+        one, other = (_options_of(each) for each in (first, row))
+        differ = [key for key, value in one.items() if value != other.get(key)]
         if row is not first and differ != ["seed"]:
             named = ", ".join(differ) or "no recorded option"
             text = f"draft {draft}: its runs differ in {named}, not in their training seed alone"
             yield Remark(about="seeds", text=text)
+
+
+def _options_of(row: ModelRow) -> JsonObject:
+    options: JsonObject = read_record(Path(row["name"])).get("config", {})
+    return options
 
 
 def of_target(name: str, target: PreTrainedModel) -> Iterator[Remark]:
