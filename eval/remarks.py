@@ -5,7 +5,6 @@ the report.
 at the end.
 """
 
-from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.errors import InputError, counted
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import parameter_count
-from draftsmith.core.prompts import Prompt, read_prompt_hashes, token_runs
+from draftsmith.core.prompts import read_prompt_hashes
 from draftsmith.core.ranks import say
 from draftsmith.core.records import read_record
 from draftsmith.decode import VERIFIERS
@@ -26,15 +25,11 @@ from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import other_targets
 from draftsmith.eval.request import draft_and_seed
 from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
-from draftsmith.eval.suites import Suite
+from draftsmith.eval.suites import Suite, prompt_groups
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Length of the token n-grams that near-duplicates share.
-SHINGLE = 5
-# The share of their n-grams (Jaccard similarity) that makes two prompts near-duplicates.
-SIMILAR = 0.8
 # Intervals from fewer prompts are called rough.
 FEW = 8
 # Prompts of a set from which drafts can be told apart.
@@ -61,25 +56,18 @@ def announce(remarks: Iterable[Remark], *, strict: bool) -> list[Remark]:
 
 
 def of_prompts(suites: Sequence[Suite]) -> Iterator[Remark]:
-    """Find prompts that two sets share, and prompts of one that are near-duplicates of the
-    other's.
-    """
+    """Find prompts that two sets share, or nearly."""
+    groups = prompt_groups(suites)
     for one, other in combinations(suites, 2):
-        names = f"{_with_kind(one)} and {_with_kind(other)}"
-        meaning = ""
-        if one.kind != other.kind:
-            meaning = "; figures in and out of distribution are not apart"
-        hashes: set[int] = set()
-        for prompt in one.prompts:
-            hashes |= set(prompt.hashes)
-        rest = [prompt for prompt in other.prompts if hashes.isdisjoint(prompt.hashes)]
-        if same := len(other.prompts) - len(rest):
-            text = f"{names}: {same} of {counted(len(other.prompts), 'prompt')} of the second"
-            yield Remark(about="same_prompts", text=f"{text} are in the first too{meaning}")
-        if near := near_duplicates(one.prompts, rest):
-            text = f"{names}: {counted(len(near), 'prompt')} of the second nearly repeat the first"
-            text += f", such as {near[0].id}{meaning}"
-            yield Remark(about="near_duplicates", text=text)
+        known = set(groups[one.name])
+        if same := sum(group in known for group in groups[other.name]):
+            text = f"{_with_kind(one)} and {_with_kind(other)}: {same} of "
+            text += (
+                f"{counted(len(other.prompts), 'prompt')} of the second repeat the first, or nearly"
+            )
+            if one.kind != other.kind:
+                text += "; figures in and out of distribution are not apart"
+            yield Remark(about="same_prompts", text=text)
 
 
 def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> Iterator[Remark]:
@@ -102,30 +90,6 @@ def of_groups(groups: Mapping[str, Sequence[Hashable]]) -> Iterator[Remark]:
 
 def _with_kind(suite: Suite) -> str:
     return f"{suite.name} ({suite.kind.upper()})"
-
-
-def near_duplicates(known: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of `others` that share at least `SIMILAR` of their token 5-grams with one of
-    `known`.
-    """
-    where: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    runs_of = []
-    for index, prompt in enumerate(known):
-        runs = token_runs(prompt.ids, SHINGLE)
-        runs_of.append(len(runs))
-        for run in runs:
-            where[run].append(index)
-    near = []
-    for prompt in others:
-        runs = token_runs(prompt.ids, SHINGLE)
-        shared: Counter[int] = Counter()
-        for run in runs:
-            shared.update(where.get(run, ()))
-        for index, count in shared.items():
-            if count / (runs_of[index] + len(runs) - count) >= SIMILAR:
-                near.append(prompt)
-                break
-    return near
 
 
 def of_training(drafts: Mapping[str, str], suites: Sequence[Suite]) -> Iterator[Remark]:

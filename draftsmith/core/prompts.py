@@ -302,12 +302,6 @@ def room_for_prompts(
     return room
 
 
-def token_runs(ids: Sequence[int], length: int) -> set[tuple[int, ...]]:
-    """All runs of `length` tokens of a prompt."""
-    starts = range(len(ids) - length + 1)
-    return {tuple(ids[start : start + length]) for start in starts}
-
-
 def content_id(ids: Sequence[int]) -> str:
     """Id of a prompt without an explicit one: its `prompt_hash` as 16 hex digits."""
     return f"{prompt_hash(ids):016x}"
