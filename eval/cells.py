@@ -11,7 +11,6 @@ from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
 from draftsmith.core.ranks import from_main, groups, launched
-from draftsmith.core.records import agree
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import Sampling
 from draftsmith.decode.method import Method
@@ -91,10 +90,8 @@ class Evaluation:
 
     def measure(self) -> None:
         """Measure everything that the request asks for. The clock comes last, when everything is
-        warm. Raise InputError if the processes have other models or prompts.
+        warm.
         """
-        models = {name: row["fingerprint"] for name, row in self.models.items()}
-        agree({"models": models, "prompts": {suite.name: suite.digest for suite in self.suites}})
         parts = list(product(self.suites, self.request.samplings))
         prompts = sum(len(suite.prompts) for suite, _ in parts)
         runs = self.request.runs

@@ -22,7 +22,7 @@ from draftsmith.core.io import JsonObject, read_json, refuse_foreign, remove_lef
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured, identity
 from draftsmith.core.ranks import from_main, is_main, launched, on_main, say
-from draftsmith.core.records import path_now, provenance, read_run
+from draftsmith.core.records import agree, path_now, provenance, read_run
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
@@ -142,6 +142,8 @@ def _prepared(
     notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
     notes += announce(other, strict=given.strict)
     inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
+    fingerprints = {name: row["fingerprint"] for name, row in models.items()}
+    agree({"models": fingerprints, "prompts": {suite.name: suite.digest for suite in suites}})
     run.begin("evaluation", identity(given), command_line("eval", given), inputs, replace=True)
     work = Evaluation(request, suites, pair, drafts, models, run, answers)
     few = remarks.of_groups(work.groups)
