@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -212,36 +212,29 @@ def signs(speedups: Sequence[Mapping[str, Any] | None], level: float = LEVEL) ->
     That takes an interval of its logarithm on that side, and one-sided significance under Holm's
     correction over the family, by Student's t with the standard error that the interval implies.
     """
-    tests = {}
+    rows = {}
     for index, row in enumerate(speedups):
         if row is not None and row["low"] is not None:
-            tests[index] = _test_of(row)
-    found: list[int | None] = [0 if index in tests else None for index in range(len(speedups))]
+            rows[index] = row
+    found: list[int | None] = [0 if index in rows else None for index in range(len(speedups))]
     # A family for either side: clear losses must not make it easier to call something a gain.
     for side in (1, -1):
-        p_values = holm([stdtr(test.freedom, -side * test.t) for test in tests.values()])
-        for (index, test), p in zip(tests.items(), p_values, strict=True):
-            if test.side == side and p <= (1 - level) / 2:
+        p_values = holm([_p_value(row, side) for row in rows.values()])
+        for (index, row), p in zip(rows.items(), p_values, strict=True):
+            beside = row["low"] > 1 if side == 1 else row["high"] < 1
+            if beside and p <= (1 - level) / 2:
                 found[index] = side
     return found
 
 
-class _Test(NamedTuple):
-    """Student's t of a logarithm against zero, and the side of zero that its interval is on."""
-
-    t: float
-    freedom: int
-    side: int
-
-
-def _test_of(row: Mapping[str, Any]) -> _Test:
-    freedom = row["n"] - 1
+def _p_value(row: Mapping[str, Any], side: int) -> float:
     if row["low"] <= 0:
         # It may be anything, and counts as one of the family.
-        return _Test(0.0, freedom, 0)
-    value, low, high = map(math.log, (row["value"], row["low"], row["high"]))
-    t = value * 2 * half_width(freedom) / max(high - low, 1e-12)
-    return _Test(t, freedom, int(low > 0) - int(high < 0))
+        return 0.5
+    freedom = row["n"] - 1
+    width = max(math.log(row["high"] / row["low"]), 1e-12)
+    t = math.log(row["value"]) * 2 * half_width(freedom) / width
+    return float(stdtr(freedom, -side * t))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
