@@ -202,12 +202,12 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
             {
                 "figure": figure,
                 "draft": draft,
-                "domain": "code",
+                "set": "code",
                 "kind": "ood",
                 "temperature": 1.0,
                 **estimate(value),
             }
-            | {"tree": "chain:2", "verifier": "block"}
+            | {"tree": "chain:2", "rule": "block", "part": None}
             for draft, figure, value in (
                 ("base", "alpha", 0.4),
                 ("mine", "alpha", 0.5),
@@ -323,7 +323,7 @@ def test_distill_and_train_push_what_they_made_and_again_when_asked_again(
     # The run is finished: nothing is trained again, its files are uploaded.
     assert main([*words.split(), "--push_to_hub", "org/draft"]) == 0
     assert {file.name: file.read_bytes() for file in draft.iterdir() if file.is_file()} == whole
-    assert set(uploads["org/draft"]) == {name for name in whole if not name.startswith(".")}
+    assert set(uploads["org/draft"]) == {name for name in whole if name[0] != "."} - {"run.json"}
     header, body = split(uploads["org/draft"]["README.md"].decode())
     # The examples of a published card name the repository.
     assert (

@@ -19,6 +19,7 @@ from huggingface_hub.utils.tqdm import progress_bar_states
 from draftsmith.core.environment import environment, shared
 from draftsmith.core.errors import InputError, RunError, first_line, one_line
 from draftsmith.core.ranks import from_main
+from draftsmith.core.records import RUN
 from draftsmith.core.sources import hub_is_reachable, is_hub_name
 
 _LFS = b"version https://git-lfs.github.com/spec/"
@@ -155,8 +156,9 @@ def check_push(name: str) -> None:
 def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> str:
     """Upload the files directly in `directory` as one commit and return the repository's URL.
 
-    A new repository is private. Subdirectories (a run's checkpoints) and hidden files are not
-    uploaded. README.md gets the repository's name in its examples.
+    A new repository is private. Subdirectories (a run's checkpoints), hidden files and run.json,
+    which names places on this machine, are not uploaded. README.md gets the repository's name in
+    its examples.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's: what HfHubHTTPError is not
@@ -168,7 +170,7 @@ def push(directory: Path, name: str, repo_type: Literal["model", "dataset"]) -> 
         card = card.replace(PLACEHOLDER, repository.repo_id)
         contents: dict[str, Path | bytes] = {"README.md": card.encode()}
         for file in sorted(directory.iterdir()):
-            if file.is_file() and not file.name.startswith("."):
+            if file.is_file() and file.name[0] != "." and file.name != RUN:
                 contents.setdefault(file.name, file)
         operations = [
             CommitOperationAdd(path_in_repo=name, path_or_fileobj=content)

@@ -351,7 +351,7 @@ def claim(
         "stage": stage,
         "command": without_secrets(as_typed(command)),
         "identity": current,
-        "inputs": inputs,
+        "inputs": without_secrets(inputs),
         "paths": paths_of(values, directory) | {str(directory): "."},
         "versions": versions(),
     }
