@@ -440,10 +440,11 @@ def measure_alphas(
     `Reader`.
     """
     readable: dict[str, AnyDraft] = {}
-    traces: dict[str, Traces] = {}
+    counts: dict[str, list[Count]] = {}
     for name, draft in drafts.items():
         if isinstance(draft, CopyingDraft) and not draft.reads_text:
-            traces[name] = Traces.of_nothing(len(rows))
+            nothing = [0.0] * len(rows)
+            counts[name] = [Count("alpha", nothing), Count("positions", nothing)]
         else:
             readable[name] = draft
     if marks is not None:
@@ -451,13 +452,12 @@ def measure_alphas(
     every = list(dict.fromkeys([*methods, *brief]))
     whole = Reader(target, readable, sampling, every, **options).read(rows)
     parts = {} if marks is None else parts_of(rows, marks)
-    counts: dict[str, list[Count]] = {}
-    for name, draft in drafts.items():
-        read = whole.traces.get(name) or traces[name]
-        counts[name] = _accepted(read, parts if name in readable else {})
+    for name, draft in readable.items():
+        read = whole.traces[name]
+        counts[name] = _accepted(read, parts)
         if seen := whole.observed.get(name):
             counts[name] += _by_confidence(seen["sums"])
-        for method in every if name in readable else ():
+        for method in every:
             if not _is_read(draft, method):
                 continue
             if predicted := predict(method.shape, method.verifier, sampling, read):

@@ -78,12 +78,6 @@ class Traces:
     values: dict[str, Floats]
 
     @classmethod
-    def of_nothing(cls, texts: int) -> "Traces":
-        """The traces of texts of which no position was read."""
-        keys = ("alpha", "greedy", "match", "missing")
-        return cls(np.zeros(texts, np.int64), True, dict.fromkeys(keys, np.zeros((1, texts, 0))))
-
-    @classmethod
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
         """Put batches one after another."""
         longest = max(part.values["alpha"].shape[2] for part in parts)
