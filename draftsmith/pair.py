@@ -50,7 +50,7 @@ from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
 from draftsmith.outputs import Detokenizer, Output, Piece
-from draftsmith.prompt_encoding import OnePrompt, PromptEncoder
+from draftsmith.python_prompts import OnePrompt, PromptEncoder
 
 PathOrName = str | os.PathLike[str]
 Request = tuple[Prompt, int]  # a prompt and the index of its sample

@@ -17,6 +17,7 @@ from draftsmith.decode.method import Method
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.load import LoadedModels
+from draftsmith.eval.absent_target import Answers
 from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where, of_method
 from draftsmith.eval.facts import identity, machine
@@ -26,7 +27,6 @@ from draftsmith.eval.predict import chains
 from draftsmith.eval.remarks import conditions
 from draftsmith.eval.request import EvalRequest, draft_and_seed
 from draftsmith.eval.schema import Conditions, ModelRow
-from draftsmith.eval.stored_states import Answers
 from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.timing import BaselineMeasurement, Task, TimedCounts, continuations
 

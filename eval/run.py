@@ -33,6 +33,7 @@ from draftsmith.drafts.draft_sources import models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks
+from draftsmith.eval.absent_target import options_of, read_answers
 from draftsmith.eval.cells import Evaluation
 from draftsmith.eval.config import EvalConfig, StatesEvalConfig
 from draftsmith.eval.copying import loaded_drafts
@@ -45,7 +46,6 @@ from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check, draft_and_seed
 from draftsmith.eval.results import SCHEMA_VERSION, Results
 from draftsmith.eval.schema import Remark
-from draftsmith.eval.stored_states import options_of, read_answers
 from draftsmith.eval.suites import Suite, suite_rows
 from draftsmith.eval.timing import decoder_of, records_steps
 from draftsmith.eval.tracking import track

@@ -115,7 +115,7 @@ def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, 
     busy machine.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0)
+    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.LIMIT_S", 0.0)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copytree(short_demo / "out", tmp_path / "out")
     prompts = tmp_path / "out" / "demo" / "prompts"

@@ -14,7 +14,7 @@ from draftsmith.core.prompts import Prompt
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, resamples_of_sets, signs
 from draftsmith.eval.groups import groups_of
-from draftsmith.eval.planning.planner import Planner
+from draftsmith.eval.planning.tree_trials import Planner
 from draftsmith.eval.results import Results
 from draftsmith.eval.suites import Suite, prompt_groups
 from tests.results_made_up import BASE, BOTH, made_up

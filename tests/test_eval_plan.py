@@ -23,8 +23,8 @@ from draftsmith.eval.copying import CopyingDraft
 from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.plan import _pays, plan
-from draftsmith.eval.planning.planner import Planner
 from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
+from draftsmith.eval.planning.tree_trials import Planner
 from draftsmith.eval.timing import records_steps
 from tests.tiny_models import redrawn, tiny_llama
 
@@ -149,7 +149,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     monkeypatch.setattr(
         "draftsmith.eval.remarks.SPREAD", 1e9
     )  # the machine of the tests may be busy or not
-    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 0.0 if busy else 900.0)
+    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.LIMIT_S", 0.0 if busy else 900.0)
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",
@@ -231,9 +231,9 @@ def test_what_copies_is_timed_not_predicted(
     tmp_path,
     monkeypatch,
 ):
-    monkeypatch.setattr("draftsmith.eval.planning.planner.LIMIT_S", 900.0 if in_time else 0.0)
+    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.LIMIT_S", 900.0 if in_time else 0.0)
     monkeypatch.setattr(
-        "draftsmith.eval.planning.planner.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
+        "draftsmith.eval.planning.tree_trials.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
     )
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
