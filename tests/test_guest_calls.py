@@ -75,7 +75,7 @@ def calls_of(
             **short,
         ),
         "Results": lambda: results().to_frame(),
-        "Results.plot": lambda: results().plot("calibration"),
+        "Results.plot": lambda: results().plot("part"),
         "Results.concat": lambda: ds.Results.concat({"a": results()}),
         "decide": lambda: ds.decide(results()),
         "add_results": lambda: ds.add_results(
