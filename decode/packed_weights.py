@@ -13,6 +13,7 @@ Legend: X rows, I inputs, O outputs of a linear layer.
 """
 
 import ctypes
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,14 @@ from torch import Tensor, nn
 from draftsmith.core.large_target import in_parts
 from draftsmith.core.models import parameter_count
 from draftsmith.core.transformers_api import Conv1D
-from draftsmith.decode.native import PackedMatrix, four_bit_state, kernel, pack_four_bits
+from draftsmith.decode.native import Kernel, PackedMatrix, four_bit_state, kernel, pack_four_bits
 
 # Smaller matrices stay in a core's cache, and the call itself costs more than packing saves.
 _SMALLEST = 1 << 16
 _KERNEL_PRODUCTS = ContextVar("kernel_products", default=False)
+_PACKING = threading.Lock()
+# A replaced module's attribute: the module in its place.
+_PACKED_AS = "packed_as"
 
 
 @contextmanager
@@ -200,9 +204,15 @@ class Packs:
         functions = kernel() if self.native else None
         if functions is None:
             return None
-        known = _packed_together(linears)
-        if known is not None:
-            return known
+        with _PACKING:
+            # Another thread may have packed them after the caller read the model.
+            linears = [_current(linear) for linear in linears]
+            known = _packed_together(linears)
+            return known or self._packed(functions, linears, any_size=any_size)
+
+    def _packed(
+        self, functions: Kernel, linears: Sequence[nn.Module], *, any_size: bool
+    ) -> PackedMatrix | None:
         weights: list[Tensor] = [linear.weight for linear in linears]  # type: ignore[misc]
         four_bits = all(four_bit_state(weight) is not None for weight in weights)
         if not four_bits and not all(map(_packable, weights)):
@@ -244,7 +254,9 @@ class Packs:
             module = parent.get_submodule(name)
             kind = _packed_kind(module)
             if kind is not None:
-                parent._modules[name] = kind(module, place, weight)
+                packed = kind(module, place, weight)
+                parent._modules[name] = packed
+                module.__dict__[_PACKED_AS] = packed
 
     def rows(self, weight_DI: Tensor) -> PackedMatrix | None:
         """Return a weight that is no module's, packed at the first call."""
@@ -268,6 +280,13 @@ class Packs:
 
 
 _NOTHING = Packs()
+
+
+def _current(module: nn.Module) -> nn.Module:
+    """Return the module that stands in the place of this one now."""
+    while _PACKED_AS in module.__dict__:
+        module = module.__dict__[_PACKED_AS]
+    return module
 
 
 def _packed_together(linears: Sequence[nn.Module]) -> PackedMatrix | None:

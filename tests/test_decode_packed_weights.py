@@ -5,6 +5,7 @@ values it always gave.
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -186,6 +187,20 @@ def test_a_projection_that_others_hold_is_packed_for_them_too():
     assert torch.equal(
         model.get_input_embeddings()(torch.tensor([[3, 299]])), weight[torch.tensor([[3, 299]])]
     )
+
+
+def test_layers_that_another_thread_packed_meanwhile_are_found():
+    model = sixteen_bit_model("llama")
+    wanted = decoded(model)
+    take_over(model)
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    read = [attention.q_proj, attention.k_proj, attention.v_proj]
+    packs = packed_weights.packs_of(model)
+    matrix = packs.matrix(read)
+    assert matrix is not None and packs.matrix(read) is matrix
+    with ThreadPoolExecutor(4) as threads:
+        together = [threads.submit(decoded, model) for _ in range(4)]
+    assert [each.result() for each in together] == [wanted] * 4
 
 
 def scaled_model(kind: str) -> PreTrainedModel:
