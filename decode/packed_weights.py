@@ -84,7 +84,7 @@ class PackedRows:
 
 class Packed(nn.Module):
     """A linear layer with a packed weight, in the place of `own`. `weight` and `state_dict()` give
-    the values; the parameter is empty, but of 4-bit layers, which keep theirs.
+    the values; the parameter has their shape alone, but of 4-bit layers, which keep theirs.
 
     Between `kernel_products` the kernel multiplies; outside, torch does, as `own` would.
     """
@@ -99,8 +99,8 @@ class Packed(nn.Module):
         self.dtype = place.dtype
 
     def _values(self) -> Tensor:
-        kept = self._parameters["weight"]
-        return self.place.values() if kept is None or not kept.numel() else kept
+        own = self._parameters["weight"]
+        return self.place.values() if four_bit_state(own) is None else own
 
     weight: Any = property(_values)
 
@@ -119,7 +119,7 @@ class Packed(nn.Module):
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if not destination[prefix + "weight"].numel():
+        if four_bit_state(self._parameters["weight"]) is None:
             destination[prefix + "weight"] = self.weight
 
 
@@ -248,7 +248,8 @@ class Packs:
         assert weight is not None
         slots = self._slots.pop(weight)
         if four_bit_state(weight) is None:
-            weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+            # One number: others count parameters by their shapes.
+            weight = nn.Parameter(weight.new_zeros(1).expand(weight.shape), requires_grad=False)
         self._slots[weight] = slots
         for parent, name in slots:
             module = parent.get_submodule(name)
