@@ -248,6 +248,8 @@ class SpeculativeDecoder:
 
     def check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         """Raise ValueError for prompts that `generate` refuses."""
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: must be at least 1, got {max_new_tokens}")
         if not len(prompts):
             return
         if self.target.training:

@@ -151,6 +151,14 @@ class Job:
     sampling: Sampling
     options: DecodeConfig | GenerateConfig
 
+    def check(self) -> None:
+        """Raise InputError for a request that does not fit."""
+        prompts = [prompt.ids for prompt, _ in self.requests]
+        try:
+            self.decoder.check(prompts, self.options.max_new_tokens)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+
 
 def load_pair(
     target: PathOrName,
@@ -275,6 +283,8 @@ class Pair:
         requests, one = self._requests(prompt, config)
         if not one or len(requests) > 1:
             raise InputError("prompt: stream yields the text of one output; use generate")
+        if config.on_tokens is not None:
+            raise InputError("on_tokens: stream yields the pieces; use generate")
         return self.pieces(self._job(requests, config))
 
     def _requests(self, prompts: Any, config: GenerateConfig) -> tuple[list[Request], bool]:
@@ -292,11 +302,9 @@ class Pair:
         ).decoder
         given = sampling_options(config)
         sampling = resolve_sampling(self.target_name, self.target, given).sampling
-        try:
-            decoder.check([prompt.ids for prompt, _ in requests], config.max_new_tokens)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        return Job(decoder, requests, sampling, config)
+        job = Job(decoder, requests, sampling, config)
+        job.check()
+        return job
 
     def encode(self, prompt: OnePrompt, *, raw: bool = False) -> list[int]:
         """Return the token ids of a prompt, as `generate` reads it. Raise InputError for what is no

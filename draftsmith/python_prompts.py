@@ -50,7 +50,7 @@ class PromptEncoder:
         if isinstance(items, Mapping) and "messages" in items:
             tools = items.get("tools", tools)
             items = items["messages"]
-        if not isinstance(items, Sequence):
+        if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray):
             raise _no_prompt(where, items)
         tokenizer = self.tokenizer
         if self.chat_template is not None:

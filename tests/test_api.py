@@ -315,6 +315,8 @@ def test_arrays_and_series_of_texts_are_texts(pair):
     [(["a", "b"], {}), ("a", {"num_samples": 2})],
 )
 def test_a_stream_is_of_one_output(pair, prompt, options):
+    with pytest.raises(ds.InputError, match="on_tokens: .* use generate"):
+        pair.stream("The quick", on_tokens=print)
     with pytest.raises(ds.InputError, match="use generate"):
         pair.stream(prompt, max_new_tokens=4, **options)
 

@@ -538,6 +538,7 @@ REFUSED_TREES = [
         "'prompt_lookup' has confidences on chains only",
         "use a chain",
     ),
+    ("--draft {draft} --max_new_tokens 9999 --out rows", "prompt of", "exceed"),
 ]
 
 

@@ -63,6 +63,7 @@ def decode(config: DecodeConfig) -> CommandResult:
     drawn = resolved.sampling.record()
     requests = list(product(prompts.prompts, range(config.num_samples)))
     job = Job(decoding.decoder, requests, resolved.sampling, config)
+    job.check()
 
     def batches(first: int = 0) -> Iterator[list[Output]]:
         with progress("decode", len(requests), first) as advance:
