@@ -100,7 +100,7 @@ class Packed(nn.Module):
 
     def _values(self) -> Tensor:
         own = self._parameters["weight"]
-        return self.place.values() if four_bit_state(own) is None else own
+        return self.place.values() if own is None or four_bit_state(own) is None else own
 
     weight: Any = property(_values)
 

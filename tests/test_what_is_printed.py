@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.core.errors import InputError, RunError, printable, without_secrets
-from draftsmith.core.io import write_sealed
+from draftsmith.core.io import JsonObject, write_sealed
 from draftsmith.core.ranks import say
 from draftsmith.core.records import RUN
 from draftsmith.core.terminal import Formatter
@@ -55,8 +55,8 @@ def test_texts_ids_and_skips_of_decode_do_not_act(door, tmp_path, target_dir, mo
 
 
 def test_status_does_not_act(door, tmp_path):
-    record = {"command": f"draftsmith train{ESCAPES}", "stage": "draft", "identity": {}}
-    record |= {"inputs": {}, "paths": {}, "progress": None, "finished": False}
+    record: JsonObject = {"command": f"draftsmith train{ESCAPES}", "stage": "draft"}
+    record |= {"identity": {}, "inputs": {}, "paths": {}, "progress": None, "finished": False}
     write_sealed(tmp_path / RUN, record)
     out, err = door.ok("status", tmp_path)
     assert not has_controls(out + err) and "title" in out
