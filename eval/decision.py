@@ -90,13 +90,20 @@ class Judged:
     @property
     def saves_nothing(self) -> bool:
         """Whether it has too few tokens per target call: in every cell by its value, and in all
-        together at 95 %, by the clock or by what every draft needs.
+        of a temperature together at 95 %, by the clock or by what every draft needs.
         """
         if any(cell.tokens >= cell.needed for cell in self.cells):
             return False
-        most = _mean_bound([cell.likely for cell in self.cells], "high")
-        cost = _mean_bound([cell.cost for cell in self.cells if cell.cost], "low")
-        return most is not None and most < max(SAVES_NOTHING, cost or 0.0)
+        # Temperatures have the same prompts, so that their figures are not independent.
+        by_temperature: dict[float, list[Cell]] = {}
+        for cell in self.cells:
+            by_temperature.setdefault(cell.tau["temperature"], []).append(cell)
+        for cells in by_temperature.values():
+            most = _mean_bound([cell.likely for cell in cells], "high")
+            cost = _mean_bound([cell.cost for cell in cells if cell.cost], "low")
+            if most is None or most >= max(SAVES_NOTHING, cost or 0.0):
+                return False
+        return True
 
     @property
     def merit(self) -> tuple[int, float]:
