@@ -248,13 +248,19 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
 
 def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -> str:
     """Of the drafts whose speedups overlap the best ones in every cell, the one with the highest
-    alpha out of distribution, if that is not the best; empty if it is.
+    alpha out of distribution, if its interval lies above that of the best; else empty.
     """
+    if "ood" not in results.kinds:
+        return ""
+    own = results.figure("alpha", best.setting.draft, "ood")
+    if own is None or own["high"] is None:
+        return ""
     first = ""
     highest = 0.0
-    for one in [best, *timed] if "ood" in results.kinds else ():
+    for one in timed:
         row = results.figure("alpha", one.setting.draft, "ood")
-        alpha = (row["value"] if row else None) or 0.0
+        surely = row is not None and (row["low"] or 0.0) > own["high"]
+        alpha = (row["value"] if row and surely else None) or 0.0
         if one.reaches(best) and alpha > highest:
             first, highest = one.setting.draft, alpha
-    return "" if first == best.setting.draft else first
+    return first
