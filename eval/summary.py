@@ -111,7 +111,8 @@ def _headline(results: ResultsTable, decision: Decision) -> str:
         values["draft"] = decision.setting.draft
         values["speed"] = low if low == high else f"{low} to {high}"
     elsewhere = "" if results.domains("ood") else said("elsewhere")
-    return said("headlines", decision.verdict, elsewhere=elsewhere, **values)
+    key = "saves_nothing" if decision.needed else decision.verdict
+    return said("headlines", key, elsewhere=elsewhere, **values)
 
 
 def _decided(decision: Decision) -> str:

@@ -148,6 +148,7 @@ def test_a_draft_that_cannot_pay_is_rejected_whatever_the_clock_says(speed, busy
     results = timed(everywhere("mine", "chain:2", speed), busy=busy)
     head = lead(short_of(results, ["base", "mine"], 1.03, 1.12))
     assert head.decision.verdict == "reject"
+    assert head.headline == "Do not ship: no draft saves enough target calls"
     assert "1.03 [1.01, 1.05] tokens per target call, and a step pays from 1.12." in head.decided
     # What saves no call needs no clock.
     for needed in (0.9, 1.0):
