@@ -127,6 +127,7 @@ def _decided(decision: Decision) -> str:
         where=f"{named_set(row)}, T = {row['temperature']:g}",
         speed=with_interval(row, 2),
         tau=with_interval(row, 2),
+        how=said("predicted") if row["figure"] == "tau_predicted" else "",
         needed=number(decision.needed, 2),
         prompts=row["n"],
         count=decision.comparisons,
