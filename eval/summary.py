@@ -48,7 +48,7 @@ def lead(results: ResultsTable) -> Lead:
     return Lead(
         decision=decision,
         headline=_headline(results, decision),
-        decided=_decided(decision),
+        decided=_decided(results, decision),
         todo=said("todo", todo),
         command=command,
         robust=_robust(results, decision),
@@ -115,10 +115,10 @@ def _headline(results: ResultsTable, decision: Decision) -> str:
     return said("headlines", key, elsewhere=elsewhere, **values)
 
 
-def _decided(decision: Decision) -> str:
+def _decided(results: ResultsTable, decision: Decision) -> str:
     row = decision.row
     if row is None:
-        return said("decided", "nothing")
+        return said("decided", "lossy" if results.methods else "nothing")
     key = "speed" if row["figure"] == "speedup" else "untimed"
     return said(
         "decided",
@@ -151,6 +151,8 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
         return "reject", shlex.join([*decode, "--prompt", "TEXT"])
     if not results.methods:
         return "undecoded", _again(_again(command, "--tree", "chain:2"), "--speed_prompts", "8")
+    if decision.row is None:
+        return "lossy", _again(command, "--verifier", "exact")
     if decision.setting is None:
         return "untimed", _again(command, "--speed_prompts", "8")
     if decision.busy:

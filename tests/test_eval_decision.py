@@ -169,7 +169,8 @@ def test_without_a_clock_or_without_a_lossless_rule_nothing_is_told():
     assert (head.decision.verdict, head.decision.setting) == ("cannot_tell", None)
     assert head.command == "draftsmith eval --speed_prompts 8 --out o"
     lossy = view(drafts, BOTH, verifiers=("typical",))
-    assert lead(lossy).decided == "Nothing was decoded."
+    assert lead(lossy).decided == "No lossless verifier was decoded."
+    assert lead(lossy).command.endswith("--verifier exact")
 
 
 def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup():
