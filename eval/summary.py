@@ -158,8 +158,11 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
     if decision.busy:
         out = config.get("out", "DIR")
         return "busy", shlex.join(["draftsmith", "eval", "--time_again", out])
-    prompts = 4 * config["speed_prompts"]
-    return "unsure", _again(command, "--speed_prompts", f"{prompts}")
+    timed = config["speed_prompts"]
+    more = _again(command, "--speed_prompts", f"{4 * timed}")
+    if any(suite["done"] > timed for suite in document["suites"]):
+        return "unsure", more
+    return "few", _again(more, "--max_prompts", f"{4 * timed}")
 
 
 def _again(command: str, option: str, value: str) -> str:
