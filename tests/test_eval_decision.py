@@ -103,6 +103,8 @@ def test_what_is_not_shown_is_told_neither_way(busy):
         assert " ~1.1 " in "\n".join(lines(results))
     else:
         assert head.command == "draftsmith eval --out o --speed_prompts 32"
+        results.document["config"]["speed_prompts"] = 24
+        assert lead(results).command.endswith("--speed_prompts 96 --max_prompts 96")
     too_few = timed(everywhere("mine", "chain:2", (1.3, None, None)))
     assert decide(too_few).verdict == "cannot_tell"
 
@@ -168,6 +170,9 @@ def test_without_a_clock_or_without_a_lossless_rule_nothing_is_told():
     head = lead(untimed)
     assert (head.decision.verdict, head.decision.setting) == ("cannot_tell", None)
     assert head.command == "draftsmith eval --speed_prompts 8 --out o"
+    for row in untimed.document["rows"]:
+        row["figure"] = row["figure"].replace("tau", "tau_predicted")
+    assert "tokens per target call (predicted, not decoded), and" in lead(untimed).decided
     lossy = view(drafts, BOTH, verifiers=("typical",))
     assert lead(lossy).decided == "No lossless verifier was decoded."
     assert lead(lossy).command.endswith("--verifier exact")
