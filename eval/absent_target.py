@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from draftsmith.core.chats import Chat
 from draftsmith.core.distilled_sets import set_rows
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest
@@ -116,7 +117,8 @@ def read_answers(request: EvalRequest, directory: str) -> Answers:
         prompts = []
         for row in rows:
             ids = tuple(row["prompt_ids"])
-            prompts.append(Prompt(row["id"], name, ids, asked=int(row["asked"], 16)))
+            # Which tokens are the user's is unknown, so that only equal prompts are one group.
+            prompts.append(Prompt(row["id"], name, ids, chat=Chat(()), asked=int(row["asked"], 16)))
         kind: SuiteKind = "id" if name in request.id_sets else "ood"
         suites.append(Suite(name, kind, source, tuple(prompts), (), len(prompts)))
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
