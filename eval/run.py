@@ -66,15 +66,16 @@ def evaluate_from_states(config: StatesEvalConfig) -> Results:
     """Do as `evaluate` without decoding, on answers of a target that is nowhere in memory."""
     request = check(options_of(config))
     nothing = dict.fromkeys(request.drafts, list[Method]())
-    return evaluate_request(replace(request, methods=nothing), config.states)
+    return evaluate_request(replace(request, methods=nothing), config)
 
 
 @attention_of_any_length()
-def evaluate_request(request: EvalRequest, states: str | None = None) -> Results:
-    """Do as `evaluate` with options that are parsed. states: a directory; the target's answers are
-    then those of the sets.
+def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = None) -> Results:
+    """Do as `evaluate` with options that are parsed. states: the options of an evaluation from
+    states; the target's answers are then those of the sets.
     """
     given = request.config
+    asked = states or given
     started = time.time()
     wandb_runs.check_tracker(given.tracker)
     if launched() > 1:
@@ -92,7 +93,7 @@ def evaluate_request(request: EvalRequest, states: str | None = None) -> Results
         notes += announce(late, strict=False)
 
         def write() -> None:
-            results = Results(_document(work, notes, given, started), out)
+            results = Results(_document(work, notes, asked, started), out)
             results.write()
             write_report(results)
             track(work.request.config, results)
@@ -108,7 +109,7 @@ def evaluate_request(request: EvalRequest, states: str | None = None) -> Results
 
 
 def _prepared(
-    request: EvalRequest, run: Run, states: str | None
+    request: EvalRequest, run: Run, states: StatesEvalConfig | None
 ) -> tuple[Evaluation, list[Remark]]:
     """Read prompts, load models, claim the directory; return the work and what is remarkable."""
     given = request.config
@@ -120,7 +121,7 @@ def _prepared(
     if states is None:
         suites, pair = load(given, sources, request.id_sets, request.ood_sets)
     else:
-        answers = read_answers(request, states)
+        answers = read_answers(request, states.states)
         suites = answers.suites
         pair = answers.pair
     drafts = _drafts(request, suites, pair)
@@ -144,7 +145,8 @@ def _prepared(
     inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
     fingerprints = {name: row["fingerprint"] for name, row in models.items()}
     agree({"models": fingerprints, "prompts": {suite.name: suite.digest for suite in suites}})
-    run.begin("evaluation", identity(given), command_line("eval", given), inputs, replace=True)
+    asked = states or given
+    run.begin("evaluation", identity(asked), command_line("eval", asked), inputs, replace=True)
     work = Evaluation(request, suites, pair, drafts, models, run, answers)
     few = remarks.of_groups(work.groups)
     of_target = remarks.of_target(given.target, pair.target)
@@ -160,7 +162,7 @@ def _check_before(out: Path) -> None:
 
 
 def _document(
-    work: Evaluation, notes: list[Remark], given: EvalConfig, started: float
+    work: Evaluation, notes: list[Remark], asked: EvalConfig | StatesEvalConfig, started: float
 ) -> JsonObject:
     """Make results.json."""
     request = work.request
@@ -190,7 +192,7 @@ def _document(
         "rows": rows_as_json(rows),
         "counts": packed(counts),
         "conditions": work.conditions,
-        "provenance": provenance(command_line("eval", given), options),
+        "provenance": provenance(command_line("eval", asked), options),
         "clock": clock(started, work.reused, work.measured, work.pair.target),
     }
 

@@ -31,6 +31,7 @@ from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
 from draftsmith.eval.results import Results
+from draftsmith.eval.summary import lead
 from tests.distilled import rows_of
 from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
 from tests.test_train_kinds import OPTIONS as KINDS
@@ -269,6 +270,9 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     door.ok(*words)
     results = Results.load(tmp_path / "out")
     assert (tmp_path / "out" / "report.html").is_file()
+    head = lead(results)
+    assert "draftsmith eval --states " in results.document["provenance"]["command"]
+    assert head.command.endswith("--id PROMPTS --out DIR") and "(predicted, not" in head.decided
     texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
     pair = load_models(target_dir, {"d": draft}, device="cpu")
     sampling = Sampling(temperature=rows[0]["temperature"])
