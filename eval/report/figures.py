@@ -272,7 +272,15 @@ def part_figure(results: ResultsTable, look: Look) -> Drawn | None:
             of_panel = curves.setdefault(title, {})
             begin = "0" if part.startswith("below") else part.split()[0]
             of_panel.setdefault(row["draft"], []).append(Point(begin, row))
+    for of_panel in curves.values():
+        for points in of_panel.values():
+            points.sort(key=_begins)
     return _panels(look, curves, f"from, T = {results.top_temperature:g}")
+
+
+def _begins(point: Point) -> float:
+    """Where a part by a number begins; spans stay in their order."""
+    return float(point.place) if point.place[0].isdigit() else 0.0
 
 
 def _panels(look: Look, curves: Curves, label: str) -> Drawn | None:
