@@ -95,7 +95,8 @@ class Sums:
         other = self.columns[key, below]
         above_P = self.counts_PK[:, one]
         below_P = self.counts_PK[:, other]
-        shares = bool((above_P <= below_P).all())
+        counts = not (above.endswith("_s") or below.endswith("_s"))
+        shares = counts and bool((above_P <= below_P).all())
         least, most = 0.0, 1.0 if shares else math.inf
         if PER_CALL.get(below) == above:
             least, most = 1.0, self.draw.most_tokens.get(key.tree or "", math.inf)
