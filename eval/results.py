@@ -17,6 +17,7 @@ from draftsmith.core.errors import InputError, RequirementError, nearest
 from draftsmith.core.io import read_json_value, write_text_atomic
 from draftsmith.eval.requirement import Judged, Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -69,6 +70,8 @@ class Results(ResultsTable):
         for part in PARTS:
             if part not in document:
                 raise InputError(f"{file}: lacks {part!r}; evaluate again")
+        if any(Row.__annotations__.keys() - row for row in document["rows"]):
+            raise InputError(f"{file}: has rows that lack a part; evaluate again")
         return cls(document, file.parent)
 
     def write(self) -> None:

@@ -164,3 +164,11 @@ def test_results_that_lack_a_part_are_refused_in_one_line(tmp_path, part):
     with pytest.raises(InputError) as caught:
         Results.load(tmp_path)
     assert str(caught.value) == f"{tmp_path}/results.json: lacks {part!r}; evaluate again"
+
+
+def test_results_with_a_broken_row_are_refused_in_one_line(tmp_path):
+    whole = made_up({"base": BASE}, BOTH, prompts=2)
+    del whole["rows"][0]["draft"]
+    (tmp_path / "results.json").write_text(json.dumps(whole))
+    with pytest.raises(InputError, match="results.json: has rows that lack a part; evaluate"):
+        Results.load(tmp_path)
