@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.errors import InputError, RequirementError, nearest
 from draftsmith.core.io import read_json_value, write_text_atomic
+from draftsmith.core.records import RESULTS_SCHEMA
 from draftsmith.eval.requirement import Judged, Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import Row
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = RESULTS_SCHEMA
 PARTS = (
     "definitions",
     "remarks",

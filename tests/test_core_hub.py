@@ -17,7 +17,7 @@ import yaml
 from huggingface_hub import HfApi, RepoUrl, constants
 
 from draftsmith.__main__ import main
-from draftsmith.core import hub, sources
+from draftsmith.core import hub, records, sources
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.prompt_rows import check_rows
 from draftsmith.drafts import cards
@@ -195,6 +195,7 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
         }
 
     results = {
+        "schema_version": records.RESULTS_SCHEMA,
         "base": "base",
         "drafts": ["base", "mine"],
         "suites": [{"name": "code"}],
@@ -228,6 +229,9 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
         file.write_text(json.dumps({key: results[key] for key in results.keys() - {part}}))
         with pytest.raises(InputError, match=f"results.json: lacks '{part}'; "):
             cards.add_results(checkpoint, file, "mine")
+    file.write_text(json.dumps(results | {"schema_version": 6}))
+    with pytest.raises(InputError, match="results.json: made by another version; evaluate again"):
+        cards.add_results(checkpoint, file, "mine")
 
 
 def test_the_example_for_transformers_runs(target_dir, draft_dir, capsys):

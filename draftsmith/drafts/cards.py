@@ -14,7 +14,7 @@ from huggingface_hub import CardData, metadata_load
 from draftsmith.core.errors import InputError, change_texts
 from draftsmith.core.hub import PLACEHOLDER, cached
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
-from draftsmith.core.records import RECORD
+from draftsmith.core.records import RECORD, RESULTS_SCHEMA
 from draftsmith.core.sources import is_hub_name
 from draftsmith.drafts.engine_commands import SERVING
 
@@ -121,12 +121,15 @@ def write_record(directory: Path, record: JsonObject) -> None:
 def add_results(checkpoint: str | Path, results: str | Path, draft: str) -> None:
     """Write the figures of an evaluation into the card of the checkpoint that it calls `draft`.
 
-    Raise InputError if the checkpoint has no record, or the results no such draft.
+    Raise InputError if the checkpoint has no record, or the results no such draft
+    or another schema.
     """
     checkpoint = Path(checkpoint)
     record = read_json(checkpoint / "draftsmith.json", "the record of a draft checkpoint")
     parts = ("base", "drafts", "suites", "rows")
     document = read_json(Path(results), "the results of `draftsmith eval`", parts)
+    if document.get("schema_version") != RESULTS_SCHEMA:
+        raise InputError(f"{results}: made by another version; evaluate again")
     if draft not in document["drafts"]:
         raise InputError(
             f"{results}: has no draft {draft!r}; it has {', '.join(document['drafts'])}"
