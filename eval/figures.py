@@ -7,6 +7,7 @@ Legend: R resamples.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -64,18 +65,30 @@ class _Paired:
     def below(self) -> str:
         return self.ratio.below
 
+    def keys(self, sums: Sums) -> list[Key]:
+        keys = dict.fromkeys(self.ratio.keys(sums))
+        found = []
+        for key in keys:
+            beside = self.beside(sums, key)
+            if beside != key and beside in keys and sums.paired(key, beside, self.below):
+                found.append(key)
+        return found
+
+    @abstractmethod
+    def beside(self, sums: Sums, key: Key) -> Key:
+        """What the other ratio is of."""
+
 
 @dataclass(frozen=True)
 class Over(_Paired):
     """A ratio over that of the target alone."""
 
-    def keys(self, sums: Sums) -> list[Key]:
-        return [key for key in self.ratio.keys(sums) if key.draft != TARGET]
+    def beside(self, sums: Sums, key: Key) -> Key:
+        return key._replace(draft=TARGET, tree=None, rule=None)
 
     def of(self, sums: Sums, key: Key) -> Sampled:
         own = self.ratio.of(sums, key)
-        target = Key(TARGET, key.temperature, None, None, key.depth, key.part)
-        alone = self.ratio.of(sums, target).values
+        alone = self.ratio.of(sums, self.beside(sums, key)).values
         of_seeds = [each / alone[0] for each in own.of_seeds if alone[0]]
         return Sampled(over(own.values, alone), least=0.0, of_seeds=of_seeds)
 
@@ -84,15 +97,12 @@ class Over(_Paired):
 class Minus(_Paired):
     """A ratio minus that of the base draft."""
 
-    def keys(self, sums: Sums) -> list[Key]:
-        base = sums.draw.base
-        keys = dict.fromkeys(self.ratio.keys(sums))
-        others = [key for key in keys if key.draft != base]
-        return [key for key in others if key._replace(draft=base) in keys]
+    def beside(self, sums: Sums, key: Key) -> Key:
+        return key._replace(draft=sums.draw.base)
 
     def of(self, sums: Sums, key: Key) -> Sampled:
         new = self.ratio.of(sums, key)
-        base = self.ratio.of(sums, key._replace(draft=sums.draw.base))
+        base = self.ratio.of(sums, self.beside(sums, key))
         most = max(new.most, base.most)
         most = most if most == 1.0 else math.inf
         # Every seed over every seed of the base.
@@ -119,6 +129,8 @@ class Quotient:
         return [key for key in keys if not sums.has(key, self.unless)]
 
     def of(self, sums: Sums, key: Key, home: Sums) -> Sampled:
+        if key not in self.keys(home):
+            return Sampled(np.full(1, np.nan))
         here = self.minus.of(sums, key)
         there = self.minus.of(home, key)
         low, _ = there.interval(home.picks[self.below])

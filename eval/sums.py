@@ -69,6 +69,7 @@ class Sums:
     draw: "Draw"
     columns: Mapping[tuple[Key, str], int]
     counts_PK: Floats
+    has_PK: npt.NDArray[np.bool_]
     sums_1RK: Floats
     of_seeds_SK: Floats
     picks: Mapping[str, Resamples]
@@ -84,6 +85,12 @@ class Sums:
     def has(self, key: Key, name: str) -> bool:
         """Whether there is such a count here."""
         return (key, name) in self.columns
+
+    def paired(self, one: Key, other: Key, name: str) -> bool:
+        """Whether two have a count of the same prompts."""
+        has_one_P = self.has_PK[:, self.columns[one, name]]
+        has_other_P = self.has_PK[:, self.columns[other, name]]
+        return bool((has_one_P == has_other_P).all())
 
     def prompts(self, key: Key, name: str) -> Floats:
         """A count of every prompt."""
@@ -151,6 +158,8 @@ class NumberedCounts:
         has_NP = np.zeros((len(names.categories), len(set_P)), bool)
         has_NP[names.codes, prompts] = True
         counts_PK = _summed(part, prompts * len(keys) + local, (len(set_P), len(keys)))
+        has_PK = np.zeros(counts_PK.shape, bool)
+        has_PK[prompts, local] = True
         seeds = part["seed"].cat
         cells = seeds.codes.to_numpy(np.int64) * len(keys) + local
         sums_1RK = np.zeros((1 + draw.resamples, len(keys)))
@@ -173,6 +182,7 @@ class NumberedCounts:
             draw=draw,
             columns={key: index for index, key in enumerate(keys)},
             counts_PK=counts_PK,
+            has_PK=has_PK,
             sums_1RK=sums_1RK,
             of_seeds_SK=_summed(part, cells, (len(seeds.categories), len(keys))),
             picks=picks,

@@ -127,6 +127,15 @@ def test_intervals_count_groups_and_only_prompts_that_were_measured(rows):
     assert math.isnan(value(one, "alpha", "old", column="low"))
 
 
+def test_figures_of_other_prompts_are_not_compared():
+    table = made_up()
+    lost = (table["draft"] == "old") & (table["set"] == "prose") & (table["prompt"] == 1)
+    rows = estimate(table[~lost & (table["draft"] != TARGET)], base="old", resamples=100)
+    assert not rows["figure"].isin(["speedup", "tau_needed"]).any()
+    assert set(rows[rows["figure"] == "gain"]["set"].dropna()) == {"code"}
+    assert math.isnan(value(rows, "transfer", "new", of="code"))
+
+
 def test_a_table_is_kept_as_it_is():
     table = made_up()
     assert list(table) == list(COLUMNS)
