@@ -107,7 +107,7 @@ class Minus(_Paired):
         most = most if most == 1.0 else math.inf
         # Every seed over every seed of the base.
         seeds = [one - other for one, other in product(new.of_seeds, base.of_seeds)]
-        return Sampled(new.values - base.values, -most, most, seeds)
+        return Sampled(new.values - base.values, -most, most, seeds, len(new.of_seeds))
 
 
 @dataclass(frozen=True)
@@ -393,4 +393,5 @@ def _row(name: str, sums: Sums, key: Key, sampled: Sampled, picks: Resamples) ->
     where = {"figure": name, "set": sums.set, "kind": sums.kind, **key._asdict()}
     bounds = {"value": sampled.values[0], "low": low, "high": high, "n": picks.groups}
     ends = {"seed_low": min(seeds, default=None), "seed_high": max(seeds, default=None)}
-    return {**where, **bounds, **ends, "seeds": len(seeds) or None}
+    count = (sampled.seeds or len(seeds)) if seeds else None
+    return {**where, **bounds, **ends, "seeds": count}

@@ -60,7 +60,9 @@ def with_seeds(figure: Figure | None, digits: int = 3, *, sign: bool = False) ->
         return text
     low = number(figure["seed_low"], digits, sign=sign)
     high = number(figure["seed_high"], digits, sign=sign)
-    return f"{text}, {figure['seeds']} seeds {low} to {high}"
+    # One seed is compared with several of the base.
+    seeds = "1 seed" if figure["seeds"] == 1 else f"{figure['seeds']} seeds"
+    return f"{text}, {seeds} {low} to {high}"
 
 
 def kept(transfer: Figure | None, gain: Figure | None) -> str:

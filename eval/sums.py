@@ -44,12 +44,16 @@ class Key(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """A figure, its value in every resample after its own (NaN: none), and for every seed."""
+    """A figure, its value in every resample after its own (NaN: none), and for every seed.
+
+    seeds: how many the draft has, if `of_seeds` has others too.
+    """
 
     values: Floats
     least: float = -math.inf
     most: float = math.inf
     of_seeds: Sequence[float] = ()
+    seeds: int | None = None
 
     def interval(self, picks: Resamples) -> tuple[float | None, float | None]:
         """Return the bounds of its interval, or (None, None)."""

@@ -85,6 +85,7 @@ def test_a_gain_over_a_base_with_seeds_spreads_over_every_pair_of_runs():
     assert gain is not None and gain["value"] == pytest.approx(np.mean(mine) - np.mean(base))
     pairs = [new - old for new in mine for old in base]
     assert (gain["seed_low"], gain["seed_high"]) == pytest.approx((min(pairs), max(pairs)))
+    assert gain["seeds"] == 2
     assert results.gain("kl", "prose") is None
 
 
