@@ -32,7 +32,7 @@ from draftsmith.eval.timing import BaselineMeasurement, Task, TimedCounts, conti
 
 # Part of the name of every cell: raise it when a code change makes the same request measure
 # something else.
-MEASUREMENT_VERSION = 10
+MEASUREMENT_VERSION = 11
 Measurement = TypeVar("Measurement")
 Decides = dict[str, object]
 

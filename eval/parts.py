@@ -62,7 +62,7 @@ def span_marks(tokenizer: Tokenizer) -> dict[int, str]:
 
 
 def parts_of(texts: Sequence[Continuation], marks: Mapping[int, str]) -> dict[str, Inside]:
-    """By part of which there are several, the positions `[P, L]` that are inside."""
+    """By part, the positions `[P, L]` that are inside."""
     longest = max(len(text.output_ids) for text in texts)
     place_L = np.arange(longest)
     lengths_P1 = np.array([[len(text.output_ids)] for text in texts])
@@ -73,18 +73,13 @@ def parts_of(texts: Sequence[Continuation], marks: Mapping[int, str]) -> dict[st
     for by, number_PL in numbers.items():
         bin_PL = np.digitize(number_PL, EDGES[by])
         of_bin = {name: exists_PL & (bin_PL == i) for i, name in enumerate(part_names(by))}
-        parts |= _several(of_bin)
+        parts |= of_bin
     spans = np.full((len(texts), longest), "", object)
     for row, text in enumerate(texts if marks else ()):
         spans[row, : len(text.output_ids)] = _spans(text, marks)
     names = dict.fromkeys([*_BEGINS.values(), _ANSWER])
-    return parts | _several({f"{SPAN}: {name}": spans == name for name in names})
-
-
-def _several(parts: Mapping[str, Inside]) -> dict[str, Inside]:
-    """The parts that have a position, if there are several."""
-    found = {name: inside_PL for name, inside_PL in parts.items() if inside_PL.any()}
-    return found if len(found) > 1 else {}
+    parts |= {f"{SPAN}: {name}": spans == name for name in names}
+    return {name: inside_PL for name, inside_PL in parts.items() if inside_PL.any()}
 
 
 def _spans(text: Continuation, marks: Mapping[int, str]) -> list[str]:
