@@ -136,6 +136,14 @@ def test_figures_of_other_prompts_are_not_compared():
     assert math.isnan(value(rows, "transfer", "new", of="code"))
 
 
+def test_the_interval_of_a_slow_targets_tokens_per_second_does_not_end_at_1():
+    tally = Tally()
+    tally.append(cell(TARGET), "timed_tokens", range(4), [10] * 4)
+    tally.append(cell(TARGET), "decode_s", range(4), [10.0, 10.0, 10.0, 40.0])
+    rows = estimate(tally.table(), base="old", resamples=300)
+    assert value(rows, "tokens_per_s", TARGET, column="high") > 1
+
+
 def test_a_table_is_kept_as_it_is():
     table = made_up()
     assert list(table) == list(COLUMNS)

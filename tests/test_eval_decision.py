@@ -85,6 +85,8 @@ def test_the_highest_lower_bound_leads_and_a_draft_more_robust_is_named():
     assert head.decision.setting == Setting("mine", "chain:2", "exact")
     assert head.robust.startswith("base may be as fast, and out of distribution more of its tokens")
     assert head.robust in lines(timed(both, ood=-0.1))
+    # Not where the intervals of alpha overlap.
+    assert lead(timed(both, ood=-0.01)).robust == ""
     # Not where it is slower.
     slower = everywhere("mine", "chain:2", FAST) | everywhere("base", "chain:2", (1.2, 1.1, 1.25))
     assert lead(timed(slower, ood=-0.1)).robust == ""
@@ -161,6 +163,14 @@ def test_a_draft_that_cannot_pay_is_rejected_whatever_the_clock_says(speed, busy
     for drafts, tau, cost in ((["base", "mine"], 1.11, 1.12), (["mine"], 1.03, 1.12)):
         results = timed(everywhere("base", "chain:2", UNSURE), busy=busy)
         assert decide(short_of(results, drafts, tau, cost)).verdict == "cannot_tell"
+
+
+def test_temperatures_of_the_same_prompts_do_not_add_up_to_a_rejection():
+    results = short_of(timed(everywhere("mine", "chain:2", UNSURE)), ["base", "mine"], 1.0, 1.0)
+    for row in results.document["rows"]:
+        if row["figure"] == "tau":
+            row |= {"low": 0.92, "high": 1.08}
+    assert decide(results).verdict == "cannot_tell"
 
 
 def test_without_a_clock_or_without_a_lossless_rule_nothing_is_told():

@@ -271,6 +271,7 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     results = Results.load(tmp_path / "out")
     assert (tmp_path / "out" / "report.html").is_file()
     head = lead(results)
+    assert results.document["config"]["repetition_penalty"] == 1.0
     assert "draftsmith eval --states " in results.document["provenance"]["command"]
     assert head.command.endswith("--id PROMPTS --out DIR") and "(predicted, not" in head.decided
     texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
