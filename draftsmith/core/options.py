@@ -395,11 +395,12 @@ class Option:
         return "" if self.default is None else str(self.default)
 
 
-def options_of(cls: type) -> list[Option]:
+@functools.cache
+def options_of(cls: type) -> tuple[Option, ...]:
     """Every option of a configuration class: its own first, then those it inherits, then nested
     groups.
     """
-    return sorted(_walk(cls), key=lambda option: "." in option.key)
+    return tuple(sorted(_walk(cls), key=lambda option: "." in option.key))
 
 
 def _walk(
