@@ -395,12 +395,17 @@ class Option:
         return "" if self.default is None else str(self.default)
 
 
-@functools.cache
+# The options of each class that was asked for: `generate` asks at every call.
+_READ: dict[type, tuple[Option, ...]] = {}
+
+
 def options_of(cls: type) -> tuple[Option, ...]:
     """Every option of a configuration class: its own first, then those it inherits, then nested
     groups.
     """
-    return tuple(sorted(_walk(cls), key=lambda option: "." in option.key))
+    if cls not in _READ:
+        _READ[cls] = tuple(sorted(_walk(cls), key=lambda option: "." in option.key))
+    return _READ[cls]
 
 
 def _walk(
