@@ -148,7 +148,17 @@ def test_an_edited_file_is_obeyed_and_one_that_ran_asks_for_another_place(door, 
     file.write_text(file.read_text().replace("steps: 4", "steps: 5"))
     said = door.refused(*words)
     assert f"{file}: has changed since it ran: " in said and "--fresh train" in said
+    # What no run made stays.
+    (out / "mine").mkdir()
+    text = evaluation.read_text()
+    evaluation.write_text(text.replace(f"{out}/eval\n", f"{out}/mine\n"))
+    door.ok(*words, "--fresh", "train", "--print_config")
+    assert (out / "jsd" / "draftsmith.json").exists()
+    (out / "mine" / "notes").touch()
     door.ok(*words, "--fresh", "train")
+    assert (out / "mine" / "notes").exists()
+    assert "--fresh" not in json.loads((out / "run.json").read_text())["command"]
+    evaluation.write_text(text)
     assert json.loads((out / "jsd" / "draftsmith.json").read_text())["steps"] == 5
     # Another place keeps what is there.
     file.write_text(file.read_text().replace(f"{out}/jsd\n", f"{out}/longer\n"))

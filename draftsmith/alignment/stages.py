@@ -29,6 +29,7 @@ from draftsmith.core.launcher import join_processes
 from draftsmith.core.options import command_line, configured, identity, known_by_content
 from draftsmith.core.progress import waiting
 from draftsmith.core.ranks import from_main, on_main, say, with_target
+from draftsmith.core.records import read_run
 from draftsmith.core.runs import Run, claim
 from draftsmith.core.settings import LARGE, loading
 from draftsmith.distill.generate import distill
@@ -68,6 +69,7 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
         stages = _prepared(config, command)
         if only_write:
             return stages
+        on_main(lambda: _delete(config, stages))
         for done, stage in enumerate(stages):
             run.progress("stages", done, len(stages))
             say(f"\n{stage.command}")
@@ -78,7 +80,7 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
                     f"{stage.file}: has changed since it ran: {error}, or give --fresh {stage.name}"
                 ) from None
             _free()
-        on_main(partial(shutil.rmtree, config.directory / "features", ignore_errors=True))
+        on_main(lambda: _forget_features(config, stages))
         evaluation = stages[-1].options
         made = [stage.options.out for stage in stages]
         for draft in evaluation.draft:
@@ -100,6 +102,14 @@ def _run(stage: Stage) -> None:
             say(line)
 
 
+def _forget_features(config: AlignConfig, stages: Sequence[Stage]) -> None:
+    """Delete the features in this directory that a stage kept for the next."""
+    features = config.directory / "features"
+    for stage in stages:
+        if stage.name == "train" and stage.options.head.features == str(features):
+            shutil.rmtree(features, ignore_errors=True)
+
+
 def _free() -> None:
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without a GPU
@@ -117,7 +127,6 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
         with_target(lambda: _begin(config, command))
         _free()
     stages = from_main(lambda: [stage_of(name, file) for name, file in files.items()])
-    on_main(lambda: _delete(config, stages))
     for stage in stages:
         values = [f"{key} {getattr(stage.options, key)}" for key in _SAID[stage.name]]
         say(f"{stage.file}: {', '.join(values)}")
@@ -150,12 +159,12 @@ def _begin(config: AlignConfig, command: str) -> None:
         split = hold_out(config.prompts, prompts, heldout_prompts(config, facts))
 
     def write() -> None:
-        directory = config.directory / "prompts"
-        if split and not (config.directory / "run.json").exists():
-            refuse_foreign(directory, ("*.jsonl",))
+        if not read_run(config.directory):
+            made = ["features", *(f"prompts/{side}.jsonl" for side in split)]
+            refuse_foreign(config.directory, made)
         _claim(config, command)
         for side, rows in split.items():
-            write_rows(directory / f"{side}.jsonl", rows)
+            write_rows(config.directory / "prompts" / f"{side}.jsonl", rows)
         for stage in stages:
             stage.write()
 
@@ -179,5 +188,6 @@ def _delete(config: AlignConfig, stages: Sequence[Stage]) -> None:
     order = list(CONFIGS)
     for stage in stages if config.fresh else ():
         if order.index(stage.name) >= order.index(str(config.fresh)):
-            made = config.directory / Path(stage.options.out).name
-            shutil.rmtree(made, ignore_errors=True)
+            made = Path(stage.options.out)
+            if made.resolve().parent == config.directory.resolve() and read_run(made):
+                shutil.rmtree(made)
