@@ -106,7 +106,7 @@ def init(config: InitConfig | None = None, **options: Any) -> JsonObject:
             **provenance(command, dataclasses.asdict(config)),
         }
         write_sealed(directory / RECORD, record | {"files": checksums(directory)})
-        inputs = {"target": config.target}
+        inputs = {"target": config.target, "out": config.out}
         record_finished(directory, "draft (lm)", identity(config), command, inputs)
     return {
         "out": str(out),

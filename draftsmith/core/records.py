@@ -48,8 +48,9 @@ def note(directory: Path, **values: object) -> None:
 
 
 def note_progress(directory: Path, unit: str, done: int, of: int | None) -> None:
-    """Record how far a run is."""
-    note(directory, progress={"unit": unit, "done": done, "of": of})
+    """Record how far a run is; one that has more to do is not finished."""
+    begun = {} if done == of else {"finished": False}
+    note(directory, progress={"unit": unit, "done": done, "of": of}, **begun)
 
 
 def paths_of(values: Iterable[object], directory: Path) -> dict[str, str]:

@@ -342,10 +342,11 @@ def claim(
             f"--out {directory}: was made with other options: {differs}; choose another --out or "
             "delete the directory"
         )
-    if kept.get("finished") and not differs:
-        return True
     values: list[object] = []
-    inputs = inputs | {"out": str(directory)}
+    inputs = without_secrets({"out": str(directory)} | inputs)
+    finished = kept.get("finished") and not differs
+    if finished and kept.get("inputs") == inputs:
+        return True
     for value in inputs.values():
         values += value if isinstance(value, list) else [value]
     begun: JsonObject = {"progress": None, "finished": False}
@@ -353,9 +354,9 @@ def claim(
         "stage": stage,
         "command": without_secrets(as_typed(command)),
         "identity": current,
-        "inputs": without_secrets(inputs),
-        "paths": paths_of(values, directory) | {str(directory): "."},
-        "versions": versions(),
+        "inputs": inputs,
+        "paths": paths_of(values, directory) | {inputs["out"]: "."},
+        "versions": kept["versions"] if finished else versions(),
     }
     if begun | record != kept:
         write_sealed(directory / RUN, begun | record)
@@ -365,6 +366,8 @@ def claim(
 def record_finished(
     directory: Path, stage: str, identity: JsonObject, command: str, inputs: JsonObject
 ) -> None:
-    """Write the record of a command that is done at once."""
+    """Write the record of a command that is done at once. The `out` of `inputs` is where the
+    directory will lie.
+    """
     claim(directory, stage, identity, command, inputs)
-    note(directory, finished=True)
+    note(directory, progress={"unit": "draft", "done": 1, "of": 1}, finished=True)

@@ -94,7 +94,7 @@ def export(config: ExportConfig | None = None, **options: Any) -> JsonObject:
         (directory / RECORD).write_text(json.dumps(record, indent=2) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
         stage = f"export ({source.kind} as {config.format})"
-        inputs = {"target": record.get("target"), "draft": source.name}
+        inputs = {"target": record.get("target"), "draft": source.name, "out": config.out}
         record_finished(directory, stage, identity(config), command, inputs)
     return {"out": config.out, **written, "files": files, "remarks": _remarks(config, source)}
 
