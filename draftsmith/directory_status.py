@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from draftsmith.config import StatusConfig
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import JsonObject
+from draftsmith.core.io import JsonObject, require_keys
 from draftsmith.core.options import configured
-from draftsmith.core.records import path_now, read_run
+from draftsmith.core.records import RUN, path_now, read_run
 from draftsmith.core.runs import holder
 
 # A directory of directories of results is looked into this deep.
 _DEPTH = 2
+_KEYS = ("stage", "command", "inputs", "paths", "progress", "finished")
 # What to run or open next, by the first word of the stage.
 _NEXT = {
     "alignment": "open {here}/eval/report.html",
@@ -78,6 +79,7 @@ def look(directory: str) -> list[Held]:
 def _found(directory: Path, depth: int) -> Iterator[Held]:
     record = read_run(directory)
     if record:
+        require_keys(record, _KEYS, directory / RUN)
         yield _held(directory, record)
     if depth and (not record or record["stage"] == "alignment"):
         for inner in sorted(directory.iterdir()):
@@ -86,10 +88,10 @@ def _found(directory: Path, depth: int) -> Iterator[Held]:
 
 
 def _held(directory: Path, record: JsonObject) -> Held:
-    again = record["command"]
-    for word in shlex.split(again):
-        now = path_now(word, record, directory)
-        again = again.replace(shlex.quote(word), shlex.quote(now))
+    words = shlex.split(record["command"])
+    now = [path_now(word, record, directory) for word in words]
+    # What was typed in Python is no command line.
+    again = record["command"] if now == words else shlex.join(now)
     stage = record["stage"]
     progress = "nothing is finished yet"
     if done := record["progress"]:
@@ -102,10 +104,10 @@ def _held(directory: Path, record: JsonObject) -> Held:
         following = "wait for it"
     elif record["finished"]:
         state = "finished"
-        names = {"here": str(directory), "target": "TARGET"}
+        names = {"here": str(directory), "target": "TARGET", "draft": "DRAFT"}
         for key, value in record["inputs"].items():
             if isinstance(value, str):
                 names[key] = path_now(value, record, directory)
         quoted = {key: shlex.quote(name) for key, name in names.items()}
-        following = _NEXT[stage.split()[0]].format(**quoted)
+        following = _NEXT.get(stage.split()[0], "open {here}").format(**quoted)
     return Held(str(directory), stage, state, progress, again, following)

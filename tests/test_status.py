@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import draftsmith as ds
+from draftsmith.core.errors import InputError
 from draftsmith.core.launcher import as_typed
 from draftsmith.core.records import note, note_progress
 from draftsmith.core.runs import claim, hold
@@ -98,6 +99,30 @@ def test_a_run_that_goes_on_elsewhere_records_its_new_places(tmp_path):
     assert record["inputs"] == {"data": "new", "out": str(moved)}
     assert record["paths"] == {str(moved): "."}
     assert record["command"] == "new" and "torch" in record["versions"]
+    # Also once it is finished; one that is made again is not.
+    note(moved, finished=True)
+    moved.rename(begun)
+    assert claim(begun, "set", {"steps": 2}, "newer", {"data": "new"})
+    record = json.loads((begun / "run.json").read_text())
+    assert (record["finished"], record["paths"]) == (True, {str(begun): "."})
+    note_progress(begun, "steps", 1, 2)
+    assert not json.loads((begun / "run.json").read_text())["finished"]
+
+
+def test_a_path_called_like_an_option_and_a_record_of_another_shape(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "target").mkdir()
+    command = "draftsmith distill --target target --out set"
+    claim(tmp_path / "set", "unheard of", {}, command, {"target": "target"})
+    (held,) = status(directory="set")["held"]
+    assert held["following"] == "draftsmith distill --target target --out set"
+    note(tmp_path / "set", finished=True)
+    (held,) = status(directory=str(tmp_path / "set"))["held"]
+    assert held["made_by"].startswith(f"draftsmith distill --target {tmp_path}/target ")
+    assert held["following"] == f"open {tmp_path}/set"
+    (tmp_path / "set" / "run.json").write_text('{"identity": {}}')
+    with pytest.raises(InputError, match=r"run\.json: lacks 'stage'"):
+        status(directory="set")
 
 
 def test_an_alignment_is_shown_before_its_parts(tmp_path):
