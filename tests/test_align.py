@@ -16,7 +16,7 @@ from draftsmith.alignment import choices
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import Facts
 from draftsmith.alignment.prompt_split import hold_out
-from draftsmith.alignment.stage_files import CONFIGS, files_of
+from draftsmith.alignment.stage_files import CONFIGS, files_of, relocate
 from draftsmith.core import models
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
@@ -234,12 +234,33 @@ def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir,
     before.rename(after)
     weights = after / "out" / "jsd" / "model.safetensors"
     whole, written = found(), weights.stat().st_mtime_ns
-    _, err = door.ok("align", *words(after))
+    door.ok("align", *words(after))
     assert found() == whole and weights.stat().st_mtime_ns == written
+    # And once more, back again.
+    after.rename(before)
+    door.ok("align", *words(before))
+    before.rename(after)
+    assert found() == whole and weights.stat().st_mtime_ns == written
+    # What is refused leaves the files as they are.
+    file = after / "out" / "eval.yaml"
+    text = file.read_text()
+    named = [*words(after), "--ood", f"other={files['other']}"]
+    assert "ood is []" in door.refused("align", *named) and file.read_text() == text
+    door.ok("align", *words(after))
     # Other prompts are told by their content.
     own = after / "own.jsonl"
     own.write_text(own.read_text().replace("quick", "slow"))
     assert "prompts changed since" in door.refused("align", *words(after))
+
+
+def test_names_stay_where_a_moved_draft_was_called_like_one(tmp_path):
+    config = config_of(draft=r"./base\1", kind=None, policy="id", out=str(tmp_path))
+    for file in files_of(config).values():
+        file.write_text("target: t\ndraft: [base=base, jsd=o/jsd]\nout: o/eval\n")
+    relocate(config, {"inputs": {"target": "t", "draft": "base", "id": [], "out": "o"}})
+    assert file.read_text() == (
+        f"target: t\ndraft: [base=./base\\1, jsd={tmp_path}/jsd]\nout: {tmp_path}/eval\n"
+    )
 
 
 @pytest.mark.slow
@@ -470,6 +491,11 @@ def test_options_of_a_stage_reach_it(draft_dir):
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
     with pytest.raises(InputError, match="must be greater than or equal to 1"):
         config_of(train={"batch_size": 0})
+    served = {"engine": "openai", "endpoint": ["http://h/v1"], "temperatures": ["0:0.5", "1:0.5"]}
+    found = chosen(config_of(distill=served, train={"replay": ["more"], "steps": None}))
+    assert found["distill"].temperature is None and found["train"].steps is not None
+    assert (found["general"].engine, found["general"].endpoint) == ("openai", ["http://h/v1"])
+    assert found["train"].replay == ["o/general", "more"]
 
 
 @pytest.mark.parametrize(
@@ -478,6 +504,8 @@ def test_options_of_a_stage_reach_it(draft_dir):
         ({"kind": "eagle4"}, "eagle3"),
         ({"kind": "eagle", "draft": "d"}, "draft: give one of --draft, --init and --kind"),
         ({"policy": "id", "plain": True}, "plain: every draft is trained so"),
+        ({"policy": "id", "train": {"replay_fraction": 0.2}}, "train.replay_fraction: are for"),
+        ({"ood": ["a=https://h/x.jsonl?sig=1"]}, "ood: no file keeps the secrets of a URL"),
     ],
 )
 def test_what_cannot_be_is_refused(given, said):

@@ -111,7 +111,9 @@ def _distill(config: AlignConfig, facts: Facts) -> Choices:
     fits = facts.gpu_bytes // 8 // (facts.cache_bytes * _longest(facts, tokens))
     together = min(_MOST_TOGETHER, max(few, fits))
     choices.choose("batch_size", together, "an eighth of a GPU's memory caches them")
-    choices.choose("temperature", facts.temperature, "the target's generation_config.json, else 1")
+    if not choices.values.get("temperatures"):
+        reason = "the target's generation_config.json, else 1"
+        choices.choose("temperature", facts.temperature, reason)
     return choices
 
 
@@ -123,7 +125,8 @@ def _longest(facts: Facts, answer: int) -> int:
 
 def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
     """Choose the texts to replay, which the target writes by itself."""
-    given = {key: getattr(distill, key) for key in ("max_new_tokens", "batch_size", "part_rows")}
+    names = ("max_new_tokens", "batch_size", "part_rows", "engine", "endpoint")
+    given = {key: getattr(distill, key) for key in names}
     given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     choices = _begun(config, facts, given, "general")
     source = "magpie" if facts.own_chats else "token"
@@ -149,10 +152,10 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     choices.choose("kind", "eagle3", "docs/evidence/which-draft.md")
     values["seed"] += 1 + config.objective.index(draft.objective)
     if draft.replays:
-        values["replay"] = [str(out / "general")]
+        values["replay"] = [str(out / "general"), *(values.get("replay") or [])]
         choices.choose("replay_fraction", _REPLAYED, "policy balanced, docs/robust.md")
     else:
-        values.pop("replay_fraction", None)
+        values |= {"replay": [], "replay_fraction": 0.0}
     if config.draft is None and values["kind"] == "eagle3":
         choices.choose("head.test_steps", _FRESH_DEPTHS, "as deep as trees usually go")
         if facts.drafted is not None:
@@ -189,13 +192,13 @@ def _schedule(
     # Those on answers; replay takes its share beside them.
     steps = max(50, math.ceil(passes * (answers - heldout) / rows))
     share = (config.policy == "balanced") * config.train.get("replay_fraction", _REPLAYED)
-    if "steps" in values:
+    if values.get("steps") is not None:
         steps = round(values["steps"] * (1 - share))
         if not draft.replays:
             values["steps"] = steps
     if not draft.replays:
         share = 0.0
-    if "epochs" not in values:
+    if values.get("epochs") is None:
         reason = f"{passes} passes over {answers} answers, {rows} rows a step"
         choices.choose("steps", round(steps / (1 - share)), reason)
     choices.choose("optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps on answers")

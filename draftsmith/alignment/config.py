@@ -1,13 +1,13 @@
 """The options of `draftsmith align`, without torch."""
 
 import re
-from dataclasses import field
+from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import JsonObject
 from draftsmith.core.options import (
     AtLeast1,
@@ -91,6 +91,11 @@ class AlignConfig(LargeTargetOptions, RunOptions):
             )
         if self.plain and self.policy == "id":
             raise InputError("plain: every draft is trained so with --policy id; leave it out")
+        if self.policy == "id" and self.train.keys() & {"replay", "replay_fraction"}:
+            raise InputError("train.replay and train.replay_fraction: are for --policy balanced")
+        for key, value in asdict(self).items():
+            if without_secrets(value) != value:
+                raise InputError(f"{key}: no file keeps the secrets of a URL; give a file")
         for spec in self.objective:
             parse_objective(spec)
         parse_named("id", self.id)

@@ -4,6 +4,7 @@ each value that was chosen.
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +15,8 @@ import yaml
 from draftsmith.alignment.choices import Choices
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.command_line import parse
-from draftsmith.core.errors import without_secrets
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.options import known_by_content, options_of, put, value_at
-from draftsmith.core.records import read_run
 from draftsmith.distill.config import DistillConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import TrainConfig
@@ -45,13 +44,14 @@ class Stage:
     @property
     def command(self) -> str:
         """The command that does what the stage does."""
-        return f"draftsmith {self.name.replace('general', 'distill')} --config {self.file}"
+        name = self.name.replace("general", "distill")
+        return shlex.join(["draftsmith", name, "--config", str(self.file)])
 
     def write(self) -> None:
         """Write the options that are chosen or not at their defaults, if there is no file."""
         if self.file.is_file():
             return
-        values = without_secrets(asdict(self.options))
+        values = asdict(self.options)
         written: JsonObject = {}
         for option in options_of(CONFIGS[self.name]):
             value = value_at(values, option.key)
@@ -87,14 +87,12 @@ def stage_of(name: str, file: Path, chosen: Choices | None = None) -> Stage:
     return Stage(stage, file, options)
 
 
-def relocate(config: AlignConfig) -> None:
-    """Let the files of a run that was moved name the places of now, as its record does."""
-    record = read_run(config.directory)
+def relocate(config: AlignConfig, record: JsonObject) -> None:
+    """Let the files of a run that was moved name the places of now, not those of its record."""
     now = known_by_content(config) | {"out": config.out}
-    for file in files_of(config).values():
+    moved = {then: now[key] for key, then in record["inputs"].items() if isinstance(then, str)}
+    places = "|".join(map(re.escape, sorted(moved, reverse=True)))
+    pattern = re.compile(rf"(?<![\w/.-])(?:{places})(?![\w:=.-])")
+    for file in filter(Path.is_file, files_of(config).values()):
         text = file.read_text(encoding="utf-8")
-        for key, then in record["inputs"].items():
-            if isinstance(then, str) and then != now[key]:
-                place = rf"(?<![\w/.-]){re.escape(then)}(?![\w.:-])"
-                text = re.sub(place, now[key], text)
-        write_text_atomic(file, text)
+        write_text_atomic(file, pattern.sub(lambda found: moved[found[0]], text))

@@ -3,6 +3,7 @@ commands call.
 """
 
 import gc
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,11 +26,12 @@ from draftsmith.alignment.stage_files import (
 )
 from draftsmith.core.errors import ChangedError, InputError
 from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
-from draftsmith.core.launcher import join_processes
+from draftsmith.core.launcher import as_typed, join_processes
 from draftsmith.core.options import command_line, configured, identity, known_by_content
 from draftsmith.core.progress import waiting
+from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.ranks import from_main, on_main, say, with_target
-from draftsmith.core.records import read_run
+from draftsmith.core.records import difference, read_run
 from draftsmith.core.runs import Run, claim
 from draftsmith.core.settings import LARGE, loading
 from draftsmith.distill.generate import distill
@@ -76,8 +78,9 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
             try:
                 _run(stage)
             except ChangedError as error:
+                differs, _, _ = str(error).rpartition("; choose")
                 raise InputError(
-                    f"{stage.file}: has changed since it ran: {error}, or give --fresh {stage.name}"
+                    f"{stage.file}: has changed since it ran: {differs}; give --fresh {stage.name}"
                 ) from None
             _free()
         on_main(lambda: _forget_features(config, stages))
@@ -121,7 +124,6 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
         config = from_main(lambda: _started(config))
     files = files_of(config)
     if from_main(lambda: all(file.is_file() for file in files.values())):
-        on_main(lambda: relocate(config))
         on_main(lambda: _claim(config, command))
     else:
         with_target(lambda: _begin(config, command))
@@ -135,12 +137,21 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
 
 
 def _claim(config: AlignConfig, command: str) -> None:
-    """Raise InputError if the directory is of a run with other options or prompts."""
+    """Raise InputError if the directory is of a run with other options or prompts; let the files of
+    this one name the places of now.
+    """
     decides = identity(config) | loading(config)
+    decides |= {"draft": bool(config.draft), "prompts": config.prompts}
+    decides |= {name: sorted(parse_named(name, getattr(config, name))) for name in ("id", "ood")}
     if Path(config.prompts).is_file():
         decides["prompts"] = sha256_file(Path(config.prompts))
+    record = read_run(config.directory)
+    if record and not difference(record["identity"]["config"], decides):
+        relocate(config, record)
+    # Whoever resumes does not delete again.
+    again = re.sub(r" --fresh[ =]\w+", "", as_typed(command))
     inputs = known_by_content(config)
-    claim(config.directory, "alignment", {"config": decides}, command, inputs)
+    claim(config.directory, "alignment", {"config": decides}, again, inputs)
 
 
 def _begin(config: AlignConfig, command: str) -> None:
