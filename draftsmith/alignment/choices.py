@@ -29,6 +29,10 @@ _REPLAYED = 0.5
 _MOST_TEXTS = 4096
 # Answers written together on a GPU.
 _MOST_TOGETHER = 512
+# What the general texts share with the answers: their size, and where the target runs.
+_AS_DISTILLED = ["max_new_tokens", "batch_size", "part_rows", "engine", "endpoint", "served_model"]
+_AS_DISTILLED += ["api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"]
+_AS_DISTILLED += ["address", "workers", "tensor_parallel_size"]
 # A fresh EAGLE-3 head is trained as deep as trees usually go.
 _FRESH_DEPTHS = 4
 
@@ -125,8 +129,7 @@ def _longest(facts: Facts, answer: int) -> int:
 
 def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
     """Choose the texts to replay, which the target writes by itself."""
-    names = ("max_new_tokens", "batch_size", "part_rows", "engine", "endpoint")
-    given = {key: getattr(distill, key) for key in names}
+    given = {key: getattr(distill, key) for key in _AS_DISTILLED}
     given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     choices = _begun(config, facts, given, "general")
     source = "magpie" if facts.own_chats else "token"

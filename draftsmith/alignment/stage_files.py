@@ -45,7 +45,7 @@ class Stage:
     def command(self) -> str:
         """The command that does what the stage does."""
         name = self.name.replace("general", "distill")
-        return shlex.join(["draftsmith", name, "--config", str(self.file)])
+        return f"draftsmith {name} --config {shlex.quote(str(self.file))}"
 
     def write(self) -> None:
         """Write the options that are chosen or not at their defaults, if there is no file."""
@@ -90,7 +90,8 @@ def stage_of(name: str, file: Path, chosen: Choices | None = None) -> Stage:
 def relocate(config: AlignConfig, record: JsonObject) -> None:
     """Let the files of a run that was moved name the places of now, not those of its record."""
     now = known_by_content(config) | {"out": config.out}
-    moved = {then: now[key] for key, then in record["inputs"].items() if isinstance(then, str)}
+    then = record["inputs"]
+    moved = {then[key]: now[key] for key in then if isinstance(then[key], str)}
     places = "|".join(map(re.escape, sorted(moved, reverse=True)))
     pattern = re.compile(rf"(?<![\w/.-])(?:{places})(?![\w:=.-])")
     for file in filter(Path.is_file, files_of(config).values()):

@@ -17,13 +17,7 @@ from draftsmith.alignment.choices import choose, heldout_prompts, shared
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import look
 from draftsmith.alignment.prompt_split import hold_out
-from draftsmith.alignment.stage_files import (
-    CONFIGS,
-    Stage,
-    files_of,
-    relocate,
-    stage_of,
-)
+from draftsmith.alignment.stage_files import CONFIGS, Stage, files_of, relocate, stage_of
 from draftsmith.core.errors import ChangedError, InputError
 from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
 from draftsmith.core.launcher import as_typed, join_processes
@@ -83,7 +77,10 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
                     f"{stage.file}: has changed since it ran: {differs}; give --fresh {stage.name}"
                 ) from None
             _free()
-        on_main(lambda: _forget_features(config, stages))
+        features = str(config.directory / "features")
+        for stage in stages:
+            if stage.name == "train" and stage.options.head.features == features:
+                on_main(partial(shutil.rmtree, features, ignore_errors=True))
         evaluation = stages[-1].options
         made = [stage.options.out for stage in stages]
         for draft in evaluation.draft:
@@ -103,14 +100,6 @@ def _run(stage: Stage) -> None:
         summary = distill(stage.options)
         for line in summary["skipped_because"] + summary["failed_because"]:
             say(line)
-
-
-def _forget_features(config: AlignConfig, stages: Sequence[Stage]) -> None:
-    """Delete the features in this directory that a stage kept for the next."""
-    features = config.directory / "features"
-    for stage in stages:
-        if stage.name == "train" and stage.options.head.features == str(features):
-            shutil.rmtree(features, ignore_errors=True)
 
 
 def _free() -> None:
@@ -141,17 +130,17 @@ def _claim(config: AlignConfig, command: str) -> None:
     this one name the places of now.
     """
     decides = identity(config) | loading(config)
-    decides |= {"draft": bool(config.draft), "prompts": config.prompts}
-    decides |= {name: sorted(parse_named(name, getattr(config, name))) for name in ("id", "ood")}
-    if Path(config.prompts).is_file():
-        decides["prompts"] = sha256_file(Path(config.prompts))
+    decides["draft"] = bool(config.draft)
+    decides["id"] = sorted(parse_named("id", config.id))
+    decides["ood"] = sorted(parse_named("ood", config.ood))
+    file = Path(config.prompts)
+    decides["prompts"] = sha256_file(file) if file.is_file() else config.prompts
     record = read_run(config.directory)
     if record and not difference(record["identity"]["config"], decides):
         relocate(config, record)
     # Whoever resumes does not delete again.
     again = re.sub(r" --fresh[ =]\w+", "", as_typed(command))
-    inputs = known_by_content(config)
-    claim(config.directory, "alignment", {"config": decides}, again, inputs)
+    claim(config.directory, "alignment", {"config": decides}, again, known_by_content(config))
 
 
 def _begin(config: AlignConfig, command: str) -> None:
@@ -171,8 +160,8 @@ def _begin(config: AlignConfig, command: str) -> None:
 
     def write() -> None:
         if not read_run(config.directory):
-            made = ["features", *(f"prompts/{side}.jsonl" for side in split)]
-            refuse_foreign(config.directory, made)
+            refuse_foreign(config.directory, ["features"])
+            refuse_foreign(config.directory / "prompts", [f"{side}.jsonl" for side in split])
         _claim(config, command)
         for side, rows in split.items():
             write_rows(config.directory / "prompts" / f"{side}.jsonl", rows)
@@ -196,9 +185,12 @@ def _started(config: AlignConfig) -> AlignConfig:
 
 def _delete(config: AlignConfig, stages: Sequence[Stage]) -> None:
     """Delete what the stage of --fresh and those after it made in this directory."""
+    if config.fresh is None:
+        return
     order = list(CONFIGS)
-    for stage in stages if config.fresh else ():
-        if order.index(stage.name) >= order.index(str(config.fresh)):
-            made = Path(stage.options.out)
-            if made.resolve().parent == config.directory.resolve() and read_run(made):
-                shutil.rmtree(made)
+    again = order[order.index(config.fresh) :]
+    for stage in stages:
+        made = Path(stage.options.out).resolve()
+        ours = made.parent == config.directory.resolve() and read_run(made)
+        if ours and stage.name in again:
+            shutil.rmtree(made)
