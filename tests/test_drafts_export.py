@@ -184,6 +184,11 @@ def test_a_language_model_as_a_directory(target, saved, tmp_path):
     assert again.dtype == torch.bfloat16
     record = read_json(tmp_path / "out" / "draftsmith.json", "")
     assert record["kind"] == "draft-lm" and record["export"]["check"] == summary["check"]
+    run = read_json(tmp_path / "out" / "run.json", "")
+    assert (
+        run["inputs"]["out"] == str(tmp_path / "out") and run["paths"][run["inputs"]["out"]] == "."
+    )
+    assert run["progress"]["done"] == 1 and run["finished"]
     # A second export replaces the first, and tied weights are written once.
     tied = LlamaForCausalLM(
         LlamaConfig(**SHAPE | {"tie_word_embeddings": True, "num_hidden_layers": 1})
