@@ -125,7 +125,8 @@ def _sizes(model: PreTrainedModel, family: Family) -> Sizes:
         interleaved=interleaved,
         # Which the model rounds to its dtype.
         embedding_scale=float(scale.to(last_norm.weight.dtype)),
-        attention_cap=option(family.attention_cap) or 0.0,
+        # Early versions of transformers compute Gemma 2 by sdpa, which leaves the cap out.
+        attention_cap=0.0 if model._supports_sdpa else option(family.attention_cap) or 0.0,
         logit_cap=option(family.logit_cap) or 0.0,
     )
 
