@@ -94,7 +94,9 @@ class AlignConfig(LargeTargetOptions, RunOptions):
         if self.policy == "id" and self.train.keys() & {"replay", "replay_fraction"}:
             raise InputError("train.replay and train.replay_fraction: are for --policy balanced")
         for key, value in asdict(self).items():
-            if without_secrets(value) != value:
+            # Prompts that are divided are read from files of the run.
+            named = key != "prompts" or self.id
+            if named and without_secrets(value) != value:
                 raise InputError(f"{key}: no file keeps the secrets of a URL; give a file")
         for spec in self.objective:
             parse_objective(spec)

@@ -18,7 +18,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import look
 from draftsmith.alignment.prompt_split import hold_out
 from draftsmith.alignment.stage_files import CONFIGS, Stage, files_of, relocate, stage_of
-from draftsmith.core.errors import ChangedError, InputError
+from draftsmith.core.errors import ChangedError, InputError, without_secrets
 from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
 from draftsmith.core.launcher import as_typed, join_processes
 from draftsmith.core.options import command_line, configured, identity, known_by_content
@@ -134,7 +134,7 @@ def _claim(config: AlignConfig, command: str) -> None:
     decides["id"] = sorted(parse_named("id", config.id))
     decides["ood"] = sorted(parse_named("ood", config.ood))
     file = Path(config.prompts)
-    decides["prompts"] = sha256_file(file) if file.is_file() else config.prompts
+    decides["prompts"] = sha256_file(file) if file.is_file() else without_secrets(config.prompts)
     record = read_run(config.directory)
     if record and not difference(record["identity"]["config"], decides):
         relocate(config, record)
