@@ -73,7 +73,9 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     max_new_tokens: AtLeast1 = 128
     """The longest output, in tokens."""
     stop: Rare[list[Text]] = field(default_factory=list)
-    """Texts that end an output after the token that completes one."""
+    """Texts that end an output. Its text ends before the first one."""
+    include_stop: Rare[bool] = False
+    """Keep the stop text in the output's text."""
     seed: Seed = 0
     """Base seed. Each output derives its own seed from it."""
     batch_size: Rare[AtLeast1] = 1

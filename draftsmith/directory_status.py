@@ -42,14 +42,6 @@ class Held:
     made_by: str
     following: str
 
-    def lines(self) -> list[str]:
-        """Return it in words."""
-        return [
-            f"{self.path}: {self.holds}, {self.state}; {self.progress}",
-            f"  made by: {self.made_by}",
-            f"  next:    {self.following}",
-        ]
-
 
 def status(config: StatusConfig | None = None, **options: Any) -> JsonObject:
     """Return what a directory and those below it hold. Raise InputError if it is nothing of ours.

@@ -37,7 +37,6 @@ from draftsmith.drafts.draft_vocabulary import (
     likely_tokens,
     token_counts,
     trim,
-    unseen_outside,
     write_draft_vocabulary,
 )
 from draftsmith.drafts.load import LoadedModels, load_models
@@ -156,7 +155,7 @@ def _drafted_tokens(
     counts = token_counts(response for _, response in answers)
     read = ((*prompt, *response) for prompt, response in answers)
     ids_D = torch.tensor(likely_tokens(counts, size, pair.target, read, whole))
-    return ids_D, f"the commonest of {source}; {unseen_outside(answers, size)}"
+    return ids_D, f"the commonest of {source}"
 
 
 def _make(
@@ -175,25 +174,19 @@ def _make(
             texts=[text.ids for text in texts],
         )
         numbers = " ".join(map(str, layers))
-        return draft, [f"layers {numbers} of the target's {depth}, chosen as {keep}"]
+        return draft, [f"layers {numbers} of the target's {depth}"]
     assert config.donor is not None
     donor = load_model(config.donor, **loading(config) | {"revision": None})
     notes = []
     if config.num_layers is not None:
         donor, layers = prune(donor, num_layers=config.num_layers, keep=keep)
         numbers = " ".join(map(str, layers))
-        notes.append(f"layers {numbers} of the donor, chosen as {keep}")
+        notes.append(f"layers {numbers} of the donor")
     donor_tokenizer = load_tokenizer(config.donor, config.trust_remote_code)
     draft, rows = transplant(donor, donor_tokenizer, target, pair.tokenizer)
-    examples = ", ".join(map(ascii, rows.unmapped[:5]))
-    if len(rows.unmapped) > 5:
-        examples += " and others"
-    if examples:
-        examples = f" ({examples})"
     notes.append(
-        f"rows: {rows.shared} of a token that both have, {rows.from_pieces} from the donor's "
-        f"pieces of the text, {len(rows.unmapped)} without a partner{examples}, {rows.padding} "
-        "padding"
+        f"embeddings: {rows.shared} of tokens that both have, {rows.from_pieces} means of the "
+        f"donor's pieces, {len(rows.unmapped)} new"
     )
     return draft, notes
 

@@ -1,6 +1,6 @@
 """What decoding gives: outputs, and their text as it comes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from draftsmith.core.io import JsonObject
@@ -12,14 +12,15 @@ from draftsmith.decode import DecodeStats
 class Output:
     """One continuation of one prompt.
 
-    output_ids: new tokens only, EOS included if the model ended. finish_reason: "stop" (EOS or a
-    stop text) or "length". from_draft[i]: whether token i was drafted and accepted, or added by the
-    target. stats: counts of this output alone; `stats.tau` is tokens per target call. prefill_s,
-    decode_s: this output's share of its batch's wall clock.
+    seed: writes it again. output_ids: new tokens only, EOS and the tokens of a stop text included.
+    finish_reason: "stop" (EOS or a stop text) or "length". from_draft[i]: whether token i was
+    drafted and accepted, or added by the target. stats: counts of this output alone; `stats.tau` is
+    tokens per target call. prefill_s, decode_s: this output's share of its batch's wall clock.
     """
 
     id: str
     sample_index: int
+    seed: int
     prompt_ids: list[int]
     output_ids: list[int]
     text: str
@@ -48,6 +49,15 @@ class Output:
         return row
 
 
+def cut_at_stop(text: str, stop: Sequence[str], *, include: bool) -> str:
+    """Return `text` up to its first stop string, which it keeps if `include`."""
+    places = [(text.find(string), len(string)) for string in stop if string in text]
+    if not places:
+        return text
+    begin, length = min(places)
+    return text[: begin + length * include]
+
+
 class Piece(str):
     """Text of one token, or of the tokens that make one character.
 
@@ -58,10 +68,16 @@ class Piece(str):
 
 
 class Detokenizer:
-    """Turn tokens into pieces of text. A piece never ends inside a character, except the last."""
+    """Turn tokens into pieces of text. A piece never ends inside a character, except the last.
+    Pieces that may begin a stop text wait.
+    """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._stop = stop
+        self._longest = max(map(len, stop), default=1)
+        self._waiting: list[Piece] = []
+        self._yielded = 0
         self._ids: list[int] = []
         # Tokens before `_read` are text already. Decode again from `_anchor`: a token's text may
         # depend on the token before it. The cost per step is constant.
@@ -71,14 +87,28 @@ class Detokenizer:
         """Yield the text of the tokens of one step."""
         for token, drafted in zip(ids, from_draft, strict=True):
             self._ids.append(token)
-            piece = self.rest()
+            piece = self._next()
             # Wait for the next token if the character is not complete.
             if not piece.endswith("\ufffd"):
                 piece.from_draft = drafted
-                yield piece
                 self._anchor, self._read = self._read, len(self._ids)
+                self._waiting.append(piece)
+                yield from self._certain()
 
-    def rest(self) -> Piece:
-        """Return the text that was not yielded yet."""
+    def _certain(self) -> Iterator[Piece]:
+        text = "".join(self._waiting)
+        if any(string in text for string in self._stop):
+            return
+        while self._waiting and len(text) - len(self._waiting[0]) >= self._longest - 1:
+            piece = self._waiting.pop(0)
+            text = text[len(piece) :]
+            self._yielded += len(piece)
+            yield piece
+
+    def rest(self, text: str) -> Piece:
+        """Return what was not yielded yet of the whole `text`."""
+        return Piece(text[self._yielded :])
+
+    def _next(self) -> Piece:
         known = decode_text(self._tokenizer, self._ids[self._anchor : self._read])
         return Piece(decode_text(self._tokenizer, self._ids[self._anchor :])[len(known) :])

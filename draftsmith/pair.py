@@ -5,17 +5,19 @@
 import dataclasses
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from itertools import chain, product
 from queue import SimpleQueue
+from secrets import randbits
 from threading import Event, Thread, current_thread
 from typing import Annotated, Any, TypedDict, TypeVar, Unpack, overload
 
 from pydantic import BeforeValidator
 
 from draftsmith.config import DecodeConfig
-from draftsmith.core.errors import InputError
+from draftsmith.core.errors import InputError, check_keywords
 from draftsmith.core.io import read_tree_file
 from draftsmith.core.models import dtype_name, eos_ids, fingerprint
 from draftsmith.core.options import (
@@ -49,7 +51,7 @@ from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
-from draftsmith.outputs import Detokenizer, Output, Piece
+from draftsmith.outputs import Detokenizer, Output, Piece, cut_at_stop
 from draftsmith.python_prompts import OnePrompt, PromptEncoder
 
 PathOrName = str | os.PathLike[str]
@@ -77,6 +79,7 @@ class GenerateOptions(TypedDict, total=False):
     max_new_tokens: int
     seed: int
     stop: str | Sequence[str] | None
+    include_stop: bool
     eos_token_id: int | Sequence[int] | None
     ignore_eos: bool
     batch_size: int
@@ -104,8 +107,9 @@ class GenerateConfig(PenaltyOptions):
     max_new_tokens: AtLeast1 = 128
     num_samples: AtLeast1 | None = None
     batch_size: AtLeast1 = 8
-    seed: Seed = 0
+    seed: Seed = field(default_factory=partial(randbits, 63))
     stop: _Several[Text] | None = None
+    include_stop: bool = False
     eos_token_id: _Several[AtLeast0] | None = None
     ignore_eos: bool = False
     on_tokens: OnTokens | None = None
@@ -190,6 +194,7 @@ def load_pair(
     else:
         several = [draft] if isinstance(draft, str | os.PathLike) else draft
         sources = [os.fspath(source) for source in several]
+    check_keywords(options, list(signature(load_models).parameters), "load_pair")
     return Pair(load_models(os.fspath(target), sources, **options), fast=fast, compile=compile)
 
 
@@ -240,7 +245,7 @@ class Pair:
         """Continue one prompt, or each of a list. Return an `Output`, or a list of them in order.
 
         With the same seed, `draftsmith decode` gives the same outputs. An output does not depend on
-        its batch. Raise InputError for options that do not go together.
+        its batch. Raise InputError for an empty prompt and for options that do not go together.
 
         prompts: texts, token ids or chats, which are lists of {"role", "content"} or dicts with
         `messages`. To a target with a chat template, a text is what the user says.
@@ -257,9 +262,9 @@ class Pair:
         greedy. Temperature 0 is greedy; top_k 0 keeps every token.
         repetition_penalty, presence_penalty, frequency_penalty: of tokens in prompt and answer (as
         transformers), and in the answer (as vLLM); default as in generation_config.json, else off.
-        stop: texts; an output ends after the token that completes one.
+        stop: texts; the output's text ends before the first one, or behind it with include_stop.
         eos_token_id: tokens that end an output; default the target's own. ignore_eos: none does.
-        max_new_tokens: the longest output, 128. seed: of the outputs, 0.
+        max_new_tokens: the longest output, 128. seed: drawn by default; `Output.seed` has it.
         batch_size: prompts decoded together, 8.
         on_tokens(row of its batch, ids, from_draft): called after each step with its new tokens.
         """
@@ -412,12 +417,14 @@ class Pair:
                 raise InputError(str(error)) from None
             outputs = []
             for (prompt, sample), generation in zip(rows, batch.generations, strict=True):
+                text = decode_text(self.tokenizer, generation.output_ids)
                 output = Output(
                     id=prompt.id,
                     sample_index=sample,
+                    seed=options.seed,
                     prompt_ids=list(prompt.ids),
                     output_ids=generation.output_ids,
-                    text=decode_text(self.tokenizer, generation.output_ids),
+                    text=cut_at_stop(text, options.stop or (), include=options.include_stop),
                     finish_reason=generation.finish_reason,
                     from_draft=generation.from_draft,
                     stats=generation.stats,
@@ -432,7 +439,7 @@ class Pair:
         Raise what the decoder raises.
         """
         pieces: SimpleQueue[Piece | Output | BaseException] = SimpleQueue()
-        text = Detokenizer(self.tokenizer)
+        text = Detokenizer(self.tokenizer, job.options.stop or ())
         abandoned = Event()
 
         def put(row: int, ids: list[int], from_draft: list[bool]) -> None:
@@ -444,7 +451,7 @@ class Pair:
         def decode() -> None:
             try:
                 ((output,),) = self.decode(job, put)
-                pieces.put(text.rest())
+                pieces.put(text.rest(output.text))
                 pieces.put(output)
             except BaseException as error:
                 pieces.put(error)

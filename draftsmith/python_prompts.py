@@ -30,18 +30,17 @@ class PromptEncoder:
     tools: list[object] | None = None
 
     def read(self, prompts: Any) -> tuple[list[Prompt], bool]:
-        """Encode one prompt, or each of a list; those of a list are named by their tokens. Return
-        also whether a single prompt was given, not a list.
+        """Encode one prompt, or each of a list; name them by their tokens. Return also whether a
+        single prompt was given, not a list.
         """
         prompts = _plain(prompts)
-        if _is_one(prompts):
-            return [Prompt("prompt", "default", tuple(self.encode(prompts)))], True
+        one = _is_one(prompts)
         repeats = Counter[str]()
         named = []
-        for i, prompt in enumerate(prompts):
-            ids = self.encode(prompt, f"prompts[{i}]")
+        for i, prompt in enumerate([prompts] if one else prompts):
+            ids = self.encode(prompt, "prompt" if one else f"prompts[{i}]")
             named.append(Prompt(unique_id(content_id(ids), repeats), "default", tuple(ids)))
-        return named, False
+        return named, one
 
     def encode(self, prompt: OnePrompt, where: str = "prompt") -> list[int]:
         """Return the token ids of a prompt. Token ids are returned as they are."""
@@ -50,6 +49,8 @@ class PromptEncoder:
         if isinstance(items, Mapping) and "messages" in items:
             tools = items.get("tools", tools)
             items = items["messages"]
+        if items in ("", []):
+            raise InputError(f"{where}: is empty")
         if not isinstance(items, Sequence) or isinstance(items, bytes | bytearray):
             raise _no_prompt(where, items)
         tokenizer = self.tokenizer

@@ -10,6 +10,7 @@ import pydoc
 import re
 import subprocess
 import sys
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any, assert_type, cast
 
@@ -192,12 +193,13 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
     words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
     rows = decoded(door, *words, "--temperature", 1)
     for batch_size in (1, 3):
-        outputs = pair.generate(texts, temperature=1, max_new_tokens=9, batch_size=batch_size)
+        options: Any = {"temperature": 1, "max_new_tokens": 9, "batch_size": batch_size}
+        outputs = pair.generate(texts, seed=0, **options)
         assert [out.output_ids for out in outputs] == [row["output_ids"] for row in rows]
         assert [out.id for out in outputs] == [row["id"] for row in rows]
     # Token ids in place of texts are the same prompts; a prompt that comes again draws anew.
     ids = [np.array(load_tokenizer(target_dir)(text)["input_ids"]) for text in texts]
-    again = pair.generate(cast(Any, ids), temperature=1, max_new_tokens=9)
+    again = pair.generate(cast(Any, ids), temperature=1, max_new_tokens=9, seed=0)
     assert [out.output_ids for out in again] == [row["output_ids"] for row in rows]
     assert outputs[0].output_ids != outputs[2].output_ids
 
@@ -273,7 +275,7 @@ def drawn(outputs: ds.Output | list[ds.Output]) -> list[list[int]]:
 def test_several_outputs_of_a_prompt_are_those_of_the_command(door, pair, target_dir, draft_dir):
     words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "dog", "--num_samples", 2]
     rows = decoded(door, *words, "--temperature", 1, "--max_new_tokens", 6)
-    outputs = pair.generate("dog", num_samples=2, temperature=1, max_new_tokens=6)
+    outputs = pair.generate("dog", num_samples=2, temperature=1, max_new_tokens=6, seed=0)
     assert drawn(outputs) == [row["output_ids"] for row in rows]
 
 
@@ -347,15 +349,71 @@ def test_the_decoder_itself_takes_loaded_models_only():
         ds.SpeculativeDecoder(cast(Any, "x"))
 
 
-def test_a_stop_ends_the_text(pair):
-    on = pair.generate("The quick", max_new_tokens=24, ignore_eos=True)
-    stop = on.text[4:7]
-    cut = pair.generate("The quick", max_new_tokens=24, ignore_eos=True, stop=stop)
-    assert (
-        stop in cut.text
-        and len(cut.output_ids) < 24 == len(on.output_ids)
-        and cut.finish_reason == "stop"
-    )
+def read_stream(pieces: Generator[Piece, None, ds.Output]) -> tuple[str, ds.Output]:
+    """Return the text of a stream and its output."""
+    text = ""
+    while True:
+        try:
+            text += next(pieces)
+        except StopIteration as end:
+            return text, end.value
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_a_stop_ends_the_text_and_is_kept_on_request(pair, include_stop, length):
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    whole = pair.generate("The quick", **options)
+    for begin in (0, 4, 9):
+        stop = whole.text[begin : begin + length]
+        options["stop"] = ["no such text", stop]
+        cut = pair.generate("The quick", include_stop=include_stop, **options)
+        first = whole.text.index(stop)
+        assert cut.text == whole.text[: first + length * include_stop]
+        assert cut.finish_reason == "stop" and len(cut.output_ids) <= len(whole.output_ids)
+        streamed = pair.stream("The quick", include_stop=include_stop, **options)
+        text, output = read_stream(streamed)
+        assert text == output.text == cut.text
+
+
+def test_what_only_begins_as_a_stop_is_streamed(pair):
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    whole = pair.generate("The quick", **options)
+    text, output = read_stream(pair.stream("The quick", stop=whole.text[-5:] + "~", **options))
+    assert text == output.text == whole.text
+
+
+def test_a_seed_is_drawn_and_returned(pair):
+    options = {"temperature": 1.0, "max_new_tokens": 12}
+    one, other = (pair.generate("The quick", **options) for _ in range(2))
+    assert one.seed != other.seed
+    again = pair.generate("The quick", seed=one.seed, **options)
+    assert again.output_ids == one.output_ids
+
+
+def test_a_prompt_and_a_list_of_it_are_drawn_alike(pair):
+    options = {"temperature": 1.0, "max_new_tokens": 12, "seed": 7}
+    one, (listed,) = (pair.generate(given, **options) for given in ("The quick", ["The quick"]))
+    assert (one.id, one.output_ids) == (listed.id, listed.output_ids)
+
+
+@pytest.mark.parametrize("empty", ["", [""], [[]], {"messages": []}])
+def test_an_empty_prompt_is_an_error_and_no_prompt_is_none(pair, empty):
+    assert pair.generate([]) == []
+    with pytest.raises(ds.InputError, match="is empty"):
+        pair.generate(empty)
+
+
+def test_a_keyword_that_is_unknown_is_an_error_of_both_families(pair, target_dir):
+    calls: list[Any] = [
+        lambda: pair.generate("a", sed=1),
+        lambda: pair.stream("a", sed=1),
+        lambda: ds.load_pair(target_dir, devic="cpu"),
+    ]
+    for call in calls:
+        with pytest.raises(ds.DraftsmithError) as caught:
+            call()
+        assert isinstance(caught.value, TypeError)
 
 
 def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):

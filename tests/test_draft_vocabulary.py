@@ -29,7 +29,6 @@ from draftsmith.drafts.draft_vocabulary import (
     read_draft_vocabulary,
     token_counts,
     trim,
-    unseen_outside,
 )
 from draftsmith.drafts.load import draft_fingerprint, load_models
 from draftsmith.eval.formulas import Continuation
@@ -230,11 +229,6 @@ def test_what_it_lacks_is_counted_in_text_that_did_not_choose_it():
     assert outside([3, 24], token_counts(each for _, each in answers[:2])) == (
         "8 of 24 tokens are outside (33.3%)"
     )
-    said = unseen_outside(answers, 9)
-    assert said.endswith("of the others 16 of 48 tokens are outside (33.3%)")
-    assert unseen_outside(answers[:8], 9).startswith("too few prompts")
-    texts: list[tuple[list[int], list[int]]] = [([], [20 + n, 3]) for n in range(5)]
-    assert unseen_outside(texts, 5).endswith("1 of 2 tokens are outside (50.0%)")
 
 
 def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, tmp_path):

@@ -225,7 +225,9 @@ def test_the_outputs_of_a_decoding_that_was_killed(tmp_path):
     file = out / "rows.jsonl"
     draw = random.Random(1)
     outputs = [
-        Output(str(n), 0, [1], [draw.randrange(290)], "é", "stop", [False], DecodeStats(), 0.5, 0.5)
+        Output(
+            str(n), 0, 0, [1], [draw.randrange(290)], "é", "stop", [False], DecodeStats(), 0.5, 0.5
+        )
         for n in range(6)
     ]
 

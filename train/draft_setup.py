@@ -247,9 +247,6 @@ def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
         whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
         lacks = outside(ids, job.heldout.response_counts)
         say(f"train: drafts {len(ids):,} of {whole:,} tokens; of the held-out responses {lacks}")
-        unseen = sum(not job.training.response_counts[token] for token in ids)
-        if unseen and job.target is not None and job.config.states is None:
-            say(f"train: {unseen:,} of them occur in no response; the target finds them likeliest")
 
 
 def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:

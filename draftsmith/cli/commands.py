@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -267,8 +266,9 @@ def _status(config: "StatusConfig", command: str) -> CommandResult:
     from draftsmith.directory_status import look, summary
 
     held = look(config.directory)
-    lines = list(chain.from_iterable(each.lines() for each in held))
-    return CommandResult(summary(config.directory, held), lines)
+    lines = [f"{each.path}: {each.holds}, {each.state}; {each.progress}" for each in held]
+    first = next((each for each in held if each.state == "unfinished"), held[0])
+    return CommandResult(summary(config.directory, held), [*lines, f"next: {first.following}"])
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
 from draftsmith.core.options import identity
 from draftsmith.core.progress import progress
-from draftsmith.core.prompts import Prompt, PromptSet, read_prompts, room_for_prompts
+from draftsmith.core.prompts import Prompt, PromptSet, content_id, read_prompts, room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.runs import Run
 from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
@@ -159,9 +159,7 @@ def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
         )
     assert config.prompt is not None
     ids = pair.encode(config.prompt, raw=config.raw)
-    if pair.tokenizer.chat_template is not None and not config.raw:
-        _say("--prompt is a user's turn in the chat template; --raw continues it as text")
-    return PromptSet("--prompt", (Prompt("prompt", "default", tuple(ids)),), (), 1)
+    return PromptSet("--prompt", (Prompt(content_id(ids), "default", tuple(ids)),), (), 1)
 
 
 def _to_file(out: Path, head: dict[str, str], batches: Batches) -> list[Output]:
@@ -195,10 +193,6 @@ def write_pieces(pieces: Generator[Piece, None, Output], file: TextIO) -> Output
     except StopIteration as end:
         output: Output = end.value
     console.print()
-    if console.is_terminal:
-        legend = Text("drafted", style=DRAFT_STYLE)
-        legend.append(" / from the target itself", style="not bold default")
-        console.print(legend)
     return output
 
 
@@ -209,7 +203,6 @@ def _summary(
     stats = sum((output.stats for output in outputs), DecodeStats())
     prefill_s = sum(output.prefill_s for output in outputs)
     decode_s = sum(output.decode_s for output in outputs)
-    seconds = prefill_s + decode_s
     peak, kind = peak_memory(decoding.decoder.target.device)
     summary: JsonObject = {
         "rows": len(outputs),
@@ -230,10 +223,10 @@ def _summary(
         "copied_calls": stats.copied_calls,
         "copied_accepted": stats.copied_accepted,
         "alpha_mcsd": stats.alpha_mcsd,
-        "seconds": seconds,
+        "seconds": prefill_s + decode_s,
         "prefill_s": prefill_s,
         "decode_s": decode_s,
-        "tokens_per_s": stats.emitted / seconds if seconds else None,
+        "tokens_per_s": stats.emitted / decode_s if decode_s else None,
         "recorded_steps": sum(steps.count for steps in decoding.decoder.every_steps),
         "recording_s": decoding.decoder.compile_s,
         "peak_memory_bytes": peak,
@@ -261,22 +254,18 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
     lines.append(
         f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
-        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them drafted, "
-        f"{summary['seconds']:.2f} s "
+        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them accepted from the "
+        f"draft; prompt {summary['prefill_s']:.2f} s, then {summary['decode_s']:.2f} s "
         f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
     )
     method = "the target alone"
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])
         method = (
-            f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted by "
-            f"depth: {by_depth}"
+            f"{summary['proposer']}, {summary['tree']}, {summary['verifier']}; accepted at "
+            f"depth 1, 2, ... if reached: {by_depth}"
         )
-    if summary["recorded_steps"]:
-        lines.append(f"recording steps took {summary['recording_s']:.1f} s more")
-    kind = {"cuda": "CUDA", "process_rss": "process"}[summary["peak_memory_kind"]]
-    peak = summary["peak_memory_bytes"] / 2**20
-    lines.append(f"{method}; peak memory {peak:.0f} MiB ({kind})")
+    lines.append(f"{method}; peak memory {summary['peak_memory_bytes'] / 2**20:.0f} MiB")
     return lines
 
 

@@ -75,6 +75,10 @@ class InputError(DraftsmithError, ValueError):
     """
 
 
+class OptionError(InputError, TypeError):
+    """A function was called with a keyword that it does not have."""
+
+
 class ChangedError(InputError):
     """A directory holds what other options made."""
 
@@ -139,6 +143,15 @@ def nearest(word: str, known: Collection[str], otherwise: str = "use one of") ->
     if near:
         return f"did you mean {near[0]}?"
     return f"{otherwise} {', '.join(known)}"
+
+
+def check_keywords(given: Collection[str], known: Sequence[str], function: str) -> None:
+    """Raise OptionError for the first keyword that `function` does not have."""
+    for key in given:
+        if key not in known:
+            near = nearest_option(key, known)
+            fix = f"did you mean {near}?" if near else f"help({function}) lists them"
+            raise OptionError(f"{key}: no option of {function}; {fix}")
 
 
 def nearest_option(key: str, known: Sequence[str], dashes: str = "") -> str | None:

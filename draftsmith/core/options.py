@@ -57,7 +57,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from typing_extensions import TypedDict
 
-from draftsmith.core.errors import InputError, nearest_option, without_secrets
+from draftsmith.core.errors import InputError, OptionError, check_keywords, without_secrets
 from draftsmith.core.io import JsonObject, hash_json, sha256_file
 from draftsmith.core.settings import MIN_TEMPERATURE, device_map_called
 
@@ -183,21 +183,17 @@ def options(cls: type[C]) -> type[C]:
         try:
             validating_init(self, **{key: _plain(value) for key, value in values.items()})
         except ValidationError as error:
-            raise InputError(_unknown_option(cls, error) or reason_of(error).line) from None
+            _refuse_unknown(cls, error)
+            raise InputError(reason_of(error).line) from None
 
     decorated.__init__ = init  # type: ignore[method-assign, assignment]
     return decorated
 
 
-def _unknown_option(cls: type, error: ValidationError) -> str | None:
-    """Return a line that names the option nearest to one that the class lacks, if one is given."""
-    for each in error.errors():
-        if each["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-            key = ".".join(map(str, each["loc"]))
-            near = nearest_option(key, [option.key for option in options_of(cls)])
-            fix = f"did you mean {near}?" if near else f"help({cls.__name__}) lists them"
-            return f"{key}: no option of {cls.__name__}; {fix}"
-    return None
+def _refuse_unknown(cls: type, error: ValidationError) -> None:
+    unknown = ("unexpected_keyword_argument", "extra_forbidden")
+    given = [".".join(map(str, each["loc"])) for each in error.errors() if each["type"] in unknown]
+    check_keywords(given, [option.key for option in options_of(cls)], cls.__name__)
 
 
 def configured(cls: type[C], config: C | None, given: JsonObject) -> C:
@@ -207,7 +203,7 @@ def configured(cls: type[C], config: C | None, given: JsonObject) -> C:
     if not isinstance(config, cls):
         name = cls.__name__
         kind = type(config).__name__
-        raise TypeError(f"expected {name}(...) or options by name (**options), got a {kind}")
+        raise OptionError(f"expected {name}(...) or options by name (**options), got a {kind}")
     return replace(config, **given) if given else config  # type: ignore[type-var]
 
 

@@ -153,25 +153,6 @@ def outside(ids: Sequence[int], counts: Counter[int]) -> str:
     return f"{missing:,} of {every:,} tokens are outside ({missing / max(every, 1):.1%})"
 
 
-def unseen_outside(answers: Iterable[tuple[Sequence[int], Sequence[int]]], size: int) -> str:
-    """In words: what answers to other prompts have outside of the `size` commonest tokens.
-
-    answers: prompt and response. The tokens are chosen by four fifths of the prompts and counted
-    in the last.
-    """
-    prompts: dict[tuple[int, ...], int] = {}
-    choosing: Counter[int] = Counter()
-    unseen: Counter[int] = Counter()
-    for prompt, response in answers:
-        number = prompts.setdefault(tuple(prompt or response), len(prompts))
-        counts = unseen if number % 5 == 4 else choosing
-        counts.update(response)
-    if not unseen:
-        return "too few prompts to say what other answers have outside"
-    lacks = outside(commonest_tokens(choosing, size), unseen)
-    return f"chosen by four fifths of them, of the others {lacks}"
-
-
 def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
     """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the
     others.

@@ -219,7 +219,8 @@ def _own_rows(
 ) -> list[Continuation]:
     """Generate the texts that this target would have given."""
     prompts = [list(each.prompt.ids) for each in asked]
-    outputs = pair.generate(prompts, max_new_tokens=max_new_tokens, **sampling_options(sampling))
+    options = sampling_options(sampling)
+    outputs = pair.generate(prompts, max_new_tokens=max_new_tokens, seed=0, **options)
     rows = []
     for each, output in zip(asked, outputs, strict=True):
         own = output.output_ids if len(output.output_ids) > 1 else each.answer.output_ids
