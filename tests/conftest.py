@@ -51,6 +51,7 @@ from benchmarks.lib.engines import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
 from draftsmith.core.tokenization import load_tokenizer  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
+from tests.golden import Golden, write_golden  # noqa: E402
 from tests.tiny_models import redrawn  # noqa: E402
 
 torch.set_num_threads(1)
@@ -320,10 +321,30 @@ def short_demo(shared_tmp):
     return place
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="write golden.txt, by these tests")
+
+
+KEPT: dict[str, list[str]] = {}
+
+
+def pytest_sessionfinish() -> None:
+    if KEPT:
+        write_golden(KEPT)
+
+
 @pytest.fixture
-def door(capfd):
+def golden(request, tmp_path_factory):
+    """What this test makes draftsmith say, beside `golden.txt`; see `Golden`."""
+    kept = KEPT if request.config.getoption("golden") else None
+    test = f"{request.path.name}::{request.node.name}"
+    return Golden(test, kept, tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def door(capfd, golden):
     """A command in this process; see `Door`."""
-    yield Door(capfd)
+    yield Door(capfd, golden)
     forget_processes()
 
 

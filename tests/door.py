@@ -1,12 +1,14 @@
 """The command line in this process, as the fixture `door` gives it to tests."""
 
 import json
+import shlex
 from typing import Any
 
 import pytest
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from draftsmith.__main__ import main
+from tests.golden import Golden
 
 
 def forget_processes() -> None:
@@ -19,8 +21,9 @@ def forget_processes() -> None:
 class Door:
     """`door(words...)` runs a command: (exit code, standard output, standard error)."""
 
-    def __init__(self, captured: pytest.CaptureFixture[str]) -> None:
+    def __init__(self, captured: pytest.CaptureFixture[str], golden: Golden) -> None:
         self._captured = captured
+        self._golden = golden
 
     def __call__(self, *words: object) -> tuple[int, str, str]:
         self._captured.readouterr()
@@ -39,9 +42,13 @@ class Door:
         return out, err
 
     def refused(self, *words: object, code: int = 2) -> str:
-        """Standard error of a command that must end with this code, and without a traceback."""
+        """Standard error of a command that must end with this code, and without a traceback; the
+        command, the code and the last line are compared with the golden text.
+        """
         found, _, err = self(*words)
         assert found == code and "Traceback" not in err, err
+        command = shlex.join(map(str, words))
+        self._golden(f"$ {command[:300]}\n{code} {err.strip().splitlines()[-1]}")
         return err
 
     def summary(self, *words: object) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from draftsmith.decode import VERIFIERS, DraftModelProposer, Tree
 from draftsmith.outputs import Piece
 from draftsmith.pair import Pair
 from tests.distilled import write_rows
-from tests.door import Door
 
 ROOT = Path(__file__).parents[1]
 
@@ -37,7 +36,7 @@ def pair(target_dir, draft_dir):
     return ds.load_pair(target_dir, draft=draft_dir, device="cpu")
 
 
-def decoded(door: Door, *words: object) -> list[dict[str, Any]]:
+def decoded(door, *words):
     """The outputs of `draftsmith decode` with these words."""
     outputs: list[dict[str, Any]] = door.summary("decode", *words)["outputs"]
     return outputs
@@ -73,7 +72,7 @@ def test_the_first_screen_of_help_names_the_calls():
     assert all(re.search(rf"\b{name}\b", screen) for name in ds.__all__ if name[0].islower())
 
 
-def public_functions() -> dict[str, Any]:
+def public_functions():
     """Every public function and method by name."""
     found = {"distill": ds.distill.function, "train": ds.train.function}  # type: ignore[attr-defined]
     for name in ds.__all__:
@@ -102,27 +101,27 @@ def test_a_public_function_names_its_errors(function):
         "import draftsmith.train.config as c",
     ],
 )
-def test_train_is_a_package_and_a_function(first):
+def test_train_is_a_package_and_a_function(first, golden):
     code = (
         f"import draftsmith as ds, inspect; {first}; import draftsmith.train.loop as loop; "
         "print(loop.__name__, ds.train.__name__, *inspect.signature(ds.train).parameters); "
         "ds.train(nosuch=1)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("draftsmith.train.loop draftsmith.train config"), done.stderr
-    assert "InputError: nosuch: no option of TrainConfig" in done.stderr
+    golden(done.stdout)
+    golden(done.stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize("room", ["decode", "distill", "eval", "train"])
-def test_a_room_has_one_name(room):
+def test_a_room_has_one_name(room, golden):
     code = f"import {room}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.stderr.splitlines()[-1].startswith(f"ImportError: import draftsmith.{room}")
+    golden(done.stderr.splitlines()[-1])
 
 
-def test_type_checkers_see_names_and_types(pair: Pair) -> None:
+def test_type_checkers_see_names_and_types(pair: Pair, golden) -> None:
     """mypy reads this test too (`make check`): a wrong type or an ignore that is not needed fails
     there.
     """
@@ -135,7 +134,7 @@ def test_type_checkers_see_names_and_types(pair: Pair) -> None:
     assert_type(next(pair.stream("a", max_new_tokens=2)), Piece)
     with pytest.raises(AttributeError):
         ds.load_pear  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(ds.InputError, match="temprature: no option .* did you mean temperature"):
+    with golden.raises(ds.InputError):
         pair.generate("a", temprature=1.0)  # type: ignore[call-overload]
 
 
@@ -149,8 +148,8 @@ def test_a_tree_may_be_written_short(pair, short, spec):
 
 
 @pytest.mark.parametrize("tree", [0, (3, "x"), 4.5])
-def test_a_bad_tree_is_refused_in_one_line(pair, tree):
-    with pytest.raises(ds.InputError, match=r"^tree.*write for example"):
+def test_a_bad_tree_is_refused_in_one_line(pair, tree, golden):
+    with golden.raises(ds.InputError):
         pair.generate("The quick", tree=tree)
 
 
@@ -215,7 +214,7 @@ def test_a_chat_goes_through_the_template(pair, tmp_path, monkeypatch):
     assert one.output_ids == listed[0].output_ids
 
 
-def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
+def test_pieces_come_as_they_are_decoded_and_are_the_text(pair, golden):
     options: dict[str, Any] = {
         "temperature": 1,
         "max_new_tokens": 24,
@@ -228,13 +227,13 @@ def test_pieces_come_as_they_are_decoded_and_are_the_text(pair):
     stream = pair.stream("The quick", **options)
     assert next(stream) == pieces[0]
     stream.close()
-    with pytest.raises(ds.InputError, match="context"):
+    with golden.raises(ds.InputError):
         next(pair.stream("dog " * 200))
     assert repr(out).startswith("Output(") and len(repr(out)) < 120 and len(repr(pair)) < 200
 
 
 def test_a_text_is_what_the_user_says_to_a_chat_model_at_both_doors(
-    door, pair, target_dir, draft_dir, tmp_path
+    door, pair, target_dir, draft_dir, tmp_path, golden
 ):
     template = "{% for turn in messages %}[{{ turn.content }}]{% endfor %}:"
     file = tmp_path / "t.jinja"
@@ -263,11 +262,11 @@ def test_a_text_is_what_the_user_says_to_a_chat_model_at_both_doors(
     ):
         assert asked.prompt_ids == chatted.prompt_ids
         assert asked.output_ids == chatted.output_ids
-    with pytest.raises(ds.InputError, match="turn 1: 'content' holds a part 'image'"):
+    with golden.raises(ds.InputError):
         untyped.generate([{"role": "user", "content": [{"type": "image"}]}], **options)
 
 
-def drawn(outputs: ds.Output | list[ds.Output]) -> list[list[int]]:
+def drawn(outputs):
     listed = outputs if isinstance(outputs, list) else [outputs]
     return [out.output_ids for out in listed]
 
@@ -316,36 +315,39 @@ def test_arrays_and_series_of_texts_are_texts(pair):
     ("prompt", "options"),
     [(["a", "b"], {}), ("a", {"num_samples": 2})],
 )
-def test_a_stream_is_of_one_output(pair, prompt, options):
-    with pytest.raises(ds.InputError, match="on_tokens: .* use generate"):
+def test_a_stream_is_of_one_output(pair, prompt, options, golden):
+    with golden.raises(ds.InputError):
         pair.stream("The quick", on_tokens=print)
-    with pytest.raises(ds.InputError, match="use generate"):
+    with golden.raises(ds.InputError):
         pair.stream(prompt, max_new_tokens=4, **options)
 
 
-def test_a_stream_takes_the_options_of_generate_and_says_what_is_wrong_at_the_call(pair):
+def test_a_stream_takes_the_options_of_generate_and_says_what_is_wrong_at_the_call(pair, golden):
     chat = [{"role": "user", "content": "Who jumps?"}]
     options: dict[str, Any] = {"max_new_tokens": 4, "chat_template": "{{ messages[0].content }}"}
     expected = pair.generate("Who jumps?", **options).text
     for given in ("Who jumps?", chat):
         assert "".join(pair.stream(given, **options)) == expected
     for wrong in ({"temperature": "hot"}, {"verifier": "nosuch"}, {"max_new_tokens": 500}):
-        with pytest.raises(ds.InputError, match=f"^({next(iter(wrong))}: |prompt of .* exceed)"):
+        with golden.raises(ds.InputError):
             pair.stream("a", **wrong)
 
 
-def test_what_is_not_followed_of_a_models_own_config_is_said_at_both_doors(target_dir, caplog):
+def test_what_is_not_followed_of_a_models_own_config_is_said_at_both_doors(
+    target_dir, caplog, golden
+):
     own = ds.load_pair(target_dir, device="cpu")
     own.target.generation_config.encoder_repetition_penalty = 1.37
     own.target.generation_config.repetition_penalty = 1.36
     ds.SpeculativeDecoder(own.target).generate([[1, 2]], max_new_tokens=1)
     own.generate("a", max_new_tokens=1)
     (line,) = [text for text in caplog.messages if "encoder_repetition_penalty=1.37" in text]
-    assert "=1.36" not in line and line.startswith(f"{target_dir}: its generation_config.json sets")
+    assert "=1.36" not in line
+    golden(line)
 
 
-def test_the_decoder_itself_takes_loaded_models_only():
-    with pytest.raises(ValueError, match="^target: expected a loaded model, got 'x'; load_pair"):
+def test_the_decoder_itself_takes_loaded_models_only(golden):
+    with golden.raises(ValueError):
         ds.SpeculativeDecoder(cast(Any, "x"))
 
 
@@ -442,14 +444,14 @@ def test_lookup_comes_before_the_drafts_of_a_pair(pair):
     assert pair.decoding(proposer="prompt_lookup").name == "prompt_lookup+draft"
 
 
-def test_a_draft_that_a_proposer_does_not_read_is_an_error(pair):
+def test_a_draft_that_a_proposer_does_not_read_is_an_error(pair, golden):
     (name,) = pair.drafts
-    with pytest.raises(ds.InputError, match="lookahead does not read --draft; leave it out"):
+    with golden.raises(ds.InputError):
         pair.generate("The quick", draft=name, proposer="lookahead")
     assert pair.generate("The quick", proposer="lookahead", max_new_tokens=8).output_ids
 
 
-def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
+def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir, golden):
     several = ds.load_pair(
         Path(target_dir), draft={"a": Path(draft_dir), "b": other_vocabulary_dir}, device="cpu"
     )
@@ -464,12 +466,12 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir):
         assert (
             several.generate("dog", draft=chosen, max_new_tokens=8).output_ids == greedy.output_ids
         )
-    with pytest.raises(ds.InputError, match="draft: 'c' is not a draft of this pair; it has a, b"):
+    with golden.raises(ds.InputError):
         several.generate("dog", draft="c")
 
 
 @pytest.mark.parametrize("package", ["train", "eval"])
-def test_a_file_of_the_caller_may_have_the_name_of_a_room(tmp_path, package):
+def test_a_file_of_the_caller_may_have_the_name_of_a_room(tmp_path, package, golden):
     (tmp_path / f"{package}.py").write_text("name = 'mine'\n")
     (tmp_path / "study.py").write_text(
         f"import {package}, draftsmith as ds\nprint({package}.name, ds.TrainConfig.__module__)\n"
@@ -477,4 +479,4 @@ def test_a_file_of_the_caller_may_have_the_name_of_a_room(tmp_path, package):
     done = subprocess.run(
         [sys.executable, "study.py"], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "mine draftsmith.train.config\n", done.stderr
+    golden(done.stdout)

@@ -58,5 +58,4 @@ def test_a_hybrid_target_from_answers_to_decoding(
     for draft in ("eagle", "lm"):
         text, _ = door.ok(*decode, "--draft", tmp_path / draft)
         assert text.splitlines()[0] == alone.splitlines()[0]
-        refusal = door.refused(*decode, "--draft", tmp_path / draft, "--tree", "kary:2,2")
-        assert f"{LAYERS}; use chain:2" in refusal
+        door.refused(*decode, "--draft", tmp_path / draft, "--tree", "kary:2,2")

@@ -5,7 +5,6 @@ their true size.
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -154,7 +153,7 @@ PARAMETERS = {
 }
 
 
-def build(path: Path) -> PreTrainedModel:
+def build(path):
     """A model of a shape, without memory for its weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_shape(str(path)))
@@ -162,7 +161,7 @@ def build(path: Path) -> PreTrainedModel:
     return model
 
 
-def shape_of(name: str) -> Path:
+def shape_of(name):
     """The shape of a published model."""
     return CONFIGS / "models" / f"{Path(name).name.lower()}.config.json"
 
@@ -176,7 +175,7 @@ def test_shape_builds_at_its_true_size(path):
     assert set(json.loads(path.read_text())) <= known | {"model_type", "architectures"}
 
 
-def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
+def head_parameters(target, config):
     """Of a fresh head; EAGLE-3 is built over the whole vocabulary, less the rows that a reduced one
     leaves out.
     """
@@ -195,7 +194,7 @@ def head_parameters(target: PreTrainedModel, config: TrainConfig) -> int:
     return parameter_count(head) - (size - config.draft_vocab_size) * int(hidden)
 
 
-def _read(path: Path) -> tuple[TrainConfig, str]:
+def _read(path):
     config, _ = parse(TrainConfig, "train", ["--config", str(path)])
     # What is said of the whole recipe, in one line; comments on options of sections are indented.
     lines = (line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
@@ -256,36 +255,26 @@ def test_recipe_says_how_its_data_are_made(path, monkeypatch):
     assert set(made) == {*config.data, *config.replay}
 
 
-def test_vicuna_is_asked_as_it_was_trained(target_dir, monkeypatch):
+def test_vicuna_is_asked_as_it_was_trained(target_dir, monkeypatch, golden):
     monkeypatch.chdir(ROOT)
     comment = (CONFIGS / "distill" / "alpaca.yaml").read_text()
     (template,) = re.findall(r"--chat_template (\S+)", comment)
     tokenizer = load_tokenizer(target_dir, chat_template=template)
 
-    def rendered(*messages: dict[str, str]) -> str:
+    def rendered(*messages):
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
         assert isinstance(text, str)
         return text
 
-    system = (
-        "A chat between a curious user and an artificial intelligence assistant. "
-        "The assistant gives helpful, detailed, and polite answers to the user's questions."
-    )
     user, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}
-    assert rendered(user) == f"<s>{system} USER: Hi ASSISTANT:"
-    assert (
-        rendered(user, answer, user)
-        == f"<s>{system} USER: Hi ASSISTANT: Yes?</s>USER: Hi ASSISTANT:"
-    )
-    assert (
-        rendered({"role": "system", "content": "Be brief."}, user)
-        == "<s>Be brief. USER: Hi ASSISTANT:"
-    )
+    golden(rendered(user))
+    golden(rendered(user, answer, user))
+    golden(rendered({"role": "system", "content": "Be brief."}, user))
 
 
-def small_runs() -> Iterator[Any]:
+def small_runs():
     """Every recipe; slow are those that differ from an earlier one in sizes and data alone."""
     seen = set()
     for recipe in TRAIN:

@@ -7,7 +7,6 @@ import pytest
 from draftsmith.core.asked_hash import asked_in_chat, earlier_turns, group_ranks
 from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import prompt_hash, read_prompts
-from draftsmith.core.tokenization import Tokenizer
 from tests.distilled import write_rows
 
 TEMPLATE = (
@@ -27,7 +26,7 @@ SAME_CALL = {
 }
 
 
-def asked_of(source: str, tokenizer: Tokenizer) -> list[int]:
+def asked_of(source, tokenizer):
     return [prompt.asked for prompt in read_prompts(source, tokenizer, prompt_tokens=8).prompts]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from draftsmith.core.chats import Chat, ChatRefused, encode_messages, end_of_answer, exchange
-from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.row_formats import read_turns
 from draftsmith.distill.engines import RemoteTarget
@@ -19,7 +18,7 @@ from tests.distilled import write_rows
 CASES = [(family, case) for family in FAMILIES for case in CHATS]
 
 
-def ends_of(family: str) -> list[int]:
+def ends_of(family):
     tokenizer = FAMILIES[family].tokenizer
     vocabulary = tokenizer.get_vocab()
     return [vocabulary[end] for end in FAMILIES[family].ends]
@@ -31,7 +30,7 @@ def test_there_are_twelve_families_with_all_cases():
 
 
 @pytest.mark.parametrize(("name", "case"), CASES)
-def test_prompt_and_answer_are_those_of_serving(name, case):
+def test_prompt_and_answer_are_those_of_serving(name, case, golden):
     family = FAMILIES[name]
     tokenizer = family.tokenizer
     tools: list[object] | None = [TOOL] if "tool" in case else None
@@ -39,7 +38,7 @@ def test_prompt_and_answer_are_those_of_serving(name, case):
     thinking = "dropped" not in case
     wanted = family.cases[case]
     if isinstance(wanted, str):
-        with pytest.raises(ChatRefused, match=wanted):
+        with golden.raises(ChatRefused):
             exchange(chat, tokenizer, ends_of(name), thinking=thinking)
         return
     prompt, answer = wanted
@@ -78,17 +77,17 @@ def test_sentencepiece_puts_no_space_before_an_answer():
     assert tokenizer.convert_ids_to_tokens(alone)[0] == "▁He"
 
 
-def test_line_breaks_on_both_sides_of_the_border_stay_apart():
+def test_line_breaks_on_both_sides_of_the_border_stay_apart(golden):
     """Together they are one token, which a target that writes on cannot have drawn."""
     tokenizer = FAMILIES["chatml"].tokenizer
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\nHello"}]
     cut = exchange(Chat(turns), tokenizer, ends_of("chatml"))
     shown = str(tokenizer.decode(cut.prompt_ids + cut.answer_ids))
     assert tokenizer.convert_ids_to_tokens(cut.answer_ids)[0] == "Ċ"
-    assert shown.endswith("assistant\n\nHello<|im_end|>")
+    golden(shown)
 
 
-def test_a_target_that_thinks_by_default_writes_short_answers_with_its_switch_off():
+def test_a_target_that_thinks_by_default_writes_short_answers_with_its_switch_off(golden):
     """Without a thought the answer stands behind the prompt of a chat whose thinking is off."""
     tokenizer = copy.deepcopy(FAMILIES["qwen3"].tokenizer)
     tokenizer.chat_template = (
@@ -104,12 +103,12 @@ def test_a_target_that_thinks_by_default_writes_short_answers_with_its_switch_of
     ends = ends_of("qwen3")
     answer = {"role": "assistant", "content": "4"}
     short = exchange(Chat([question, answer]), tokenizer, ends)
-    assert str(tokenizer.decode(short.prompt_ids)).endswith("assistant\n<think></think>")
+    golden(str(tokenizer.decode(short.prompt_ids)))
     assert tokenizer.decode(short.answer_ids) == "4<|im_end|>"
     thought = {"role": "assistant", "content": "4", "reasoning": "Twice two."}
     long = exchange(Chat([question, thought]), tokenizer, ends)
-    assert str(tokenizer.decode(long.prompt_ids)).endswith("assistant\n<think>\n")
-    assert tokenizer.decode(long.answer_ids) == "Twice two.\n</think>\n4<|im_end|>"
+    golden(str(tokenizer.decode(long.prompt_ids)))
+    golden(tokenizer.decode(long.answer_ids))
 
 
 @pytest.mark.parametrize("thinking", [True, False])
@@ -133,7 +132,7 @@ ASK = [{"role": "user", "content": "2+2?"}]
 FOUR = {"role": "assistant", "content": "4"}
 
 
-def shown(source: str, name: str) -> list[str]:
+def shown(source, name):
     """The prompts of a file, as text."""
     tokenizer = FAMILIES[name].tokenizer
     prompts = read_prompts(source, tokenizer).prompts
@@ -176,17 +175,17 @@ def test_what_a_row_asks_of_the_template_reaches_it(name, arguments, without, wa
     assert tokenizer.decode(other["prompt_ids"]) == first
 
 
-def test_a_turn_that_goes_on(tmp_path, caplog):
+def test_a_turn_that_goes_on(tmp_path, caplog, golden):
     """The prompt ends in the open turn, which is no answer to train on."""
     turns = [*ASK, {"role": "assistant", "content": "Well, "}]
     row = {"messages": turns, "continue_final_message": True}
     source = write_rows(tmp_path / "p.jsonl", row)
-    assert shown(source, "qwen25")[0].endswith("<|im_start|>assistant\nWell, ")
-    with pytest.raises(InputError, match="its last turn is to go on"):
+    golden(shown(source, "qwen25")[0])
+    with golden.raises():
         load_examples([source], FAMILIES["qwen25"].tokenizer, 512)
 
 
-def test_what_the_template_does_not_read_is_named(tmp_path, caplog):
+def test_what_the_template_does_not_read_is_named(tmp_path, caplog, golden):
     rows = [
         {"messages": ASK, "reasoning_effort": "low"},
         {"prompt": "2+2", "enable_thinking": True},
@@ -196,9 +195,9 @@ def test_what_the_template_does_not_read_is_named(tmp_path, caplog):
     rows.append({"messages": ASK, "chat_template_kwargs": {"chat_template": "{{ messages }}"}})
     prompts = read_prompts(write_rows(tmp_path / "p.jsonl", *rows), FAMILIES["chatml"].tokenizer)
     for key in ("reasoning_effort", "enable_thinking", "persona", "chat_template"):
-        assert caplog.text.count(f"key {key!r} is ignored") == 1
+        assert caplog.text.count(repr(key)) == 1
     (refused,) = prompts.skipped
-    assert "another template is for --chat_template" in refused.reason
+    golden(refused.reason)
 
 
 EARLIER = {
@@ -225,17 +224,17 @@ def test_a_turn_that_the_template_leaves_empty_is_skipped(case, tmp_path):
 
 
 @pytest.mark.parametrize("gives", ["dict", "ids"])
-def test_a_tokenizer_that_gives_tokens_for_text(gives, monkeypatch):
+def test_a_tokenizer_that_gives_tokens_for_text(gives, monkeypatch, golden):
     """Some of the hub ignore `tokenize=False`: the prompt is those tokens."""
     tokenizer = copy.copy(FAMILIES["qwen25"].tokenizer)
     wanted = encode_messages(tokenizer, Chat(ASK))
 
-    def tokens(turns: Any, tokenize: bool = True, **others: Any) -> object:
+    def tokens(turns, tokenize=True, **others):
         given: Any = type(tokenizer).apply_chat_template(tokenizer, turns, tokenize=True, **others)
         return given if gives == "dict" else given["input_ids"]
 
     monkeypatch.setattr(tokenizer, "apply_chat_template", tokens)
     assert encode_messages(tokenizer, Chat(ASK)) == wanted
     monkeypatch.setattr(tokenizer, "apply_chat_template", lambda turns, **others: {1, 2})
-    with pytest.raises(ChatRefused, match="as set, not as a text"):
+    with golden.raises(ChatRefused):
         encode_messages(tokenizer, Chat(ASK))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -14,42 +13,40 @@ from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 RECORD = {"identity": {"seed": 1, "text": "é"}, "accept": 0.83}
 
 
-def flipped(content: bytes, place: int, bit: int = 0) -> bytes:
+def flipped(content, place, bit=0):
     changed = bytearray(content)
     changed[place] ^= 1 << bit
     return bytes(changed)
 
 
-def test_a_flipped_bit_anywhere_in_a_record_is_refused_by_name(tmp_path):
+def test_a_flipped_bit_anywhere_in_a_record_is_refused_by_name(tmp_path, golden):
     file = tmp_path / "run.json"
     write_sealed(file, RECORD)
     assert read_json(file, "a record", ["accept"]) == RECORD
     whole = file.read_bytes()
     for place in range(len(whole) - 1):  # the line break at the end says nothing
         file.write_bytes(flipped(whole, place, place % 8))
-        with pytest.raises(InputError, match="^[^\n]*run.json"):
+        with golden.raises():
             read_json(file, "a record")
     file.write_bytes(whole.replace(b"0.83", b"0.93"))
     with pytest.raises(InputError) as refused:
         read_json(file, "a record")
-    assert str(refused.value) == (
-        f"{file}: is damaged; copy it again, or delete {tmp_path} and run its command again"
-    )
+    golden(str(refused.value))
 
 
-def test_a_record_without_a_checksum_is_read_and_one_without_its_keys_refused(tmp_path):
+def test_a_record_without_a_checksum_is_read_and_one_without_its_keys_refused(tmp_path, golden):
     file = tmp_path / "run.json"
     file.write_text(json.dumps(RECORD))
     assert read_json(file, "a record", ["identity"]) == RECORD
     file.write_text("{}")
-    with pytest.raises(InputError, match="run.json: lacks 'identity'; copy it again, or delete"):
+    with golden.raises():
         read_json(file, "a record", ["identity"])
     file.write_text(sealed_json({}))
     assert read_json(file, "a record") == {}
 
 
-def test_a_damaged_step_is_named_and_made_again(tmp_path, caplog):
-    def write(file: Path) -> None:
+def test_a_damaged_step_is_named_and_made_again(tmp_path, caplog, golden):
+    def write(file):
         file.write_text("rows")
 
     with Run(tmp_path) as run:
@@ -64,8 +61,7 @@ def test_a_damaged_step_is_named_and_made_again(tmp_path, caplog):
             assert run.step("cells/a.json", lambda: {"accept": 0.83}) == {"accept": 0.83}
         (tmp_path / "rows.txt").write_text("rowz")
         assert run.step("rows.txt", write).read_text() == "rows"
-    assert f"{tmp_path}/cells/a.json: is damaged; making it again" in caplog.messages
-    assert f"{tmp_path}/rows.txt: is damaged; making it again" in caplog.messages
+    golden(caplog.messages)
 
 
 def test_a_journal_ends_before_a_damaged_line(tmp_path, caplog):
@@ -88,7 +84,7 @@ def test_a_journal_ends_before_a_damaged_line(tmp_path, caplog):
     assert any(f"{file}:2: is damaged; making again" in line for line in caplog.messages)
 
 
-def test_a_file_is_known_by_the_checksum_of_when_it_was_written(tmp_path, caplog):
+def test_a_file_is_known_by_the_checksum_of_when_it_was_written(tmp_path, caplog, golden):
     caplog.set_level(logging.WARNING)
     file = tmp_path / "part"
     with sealed_file(file) as temporary:
@@ -97,7 +93,7 @@ def test_a_file_is_known_by_the_checksum_of_when_it_was_written(tmp_path, caplog
     for place in range(4):
         file.write_bytes(flipped(b"rows", place))
         assert not is_whole(file) and not file.exists()
-        assert caplog.messages[-1] == f"{file}: is damaged; making it again"
+        golden(caplog.messages[-1])
     assert not is_whole(file)
 
 

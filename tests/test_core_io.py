@@ -1,17 +1,15 @@
 """Files are whole or absent, whatever happens while they are written."""
 
-from pathlib import Path
-
 import pytest
 
 from draftsmith.core.io import atomic_dir, atomic_file
 
 
-def fill(temporary: Path, text: str, directory: bool) -> None:
+def fill(temporary, text, directory):
     (temporary / "inner").write_text(text) if directory else temporary.write_text(text)
 
 
-def content(path: Path) -> str:
+def content(path):
     return (path / "inner").read_text() if path.is_dir() else path.read_text()
 
 

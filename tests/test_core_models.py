@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import (
     context_length,
     dtype_name,
@@ -24,7 +23,7 @@ from draftsmith.core.models import (
 from tests.train_laws import tiny_family
 
 
-def test_a_model_is_loaded_whole_and_ready(target_dir):
+def test_a_model_is_loaded_whole_and_ready(target_dir, golden):
     model = load_model(target_dir, device="cpu")
     assert not model.training
     assert model.dtype == torch.float32
@@ -33,7 +32,7 @@ def test_a_model_is_loaded_whole_and_ready(target_dir):
     assert len(eos_ids(model)) == 17
     assert load_model(target_dir, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
     model.generation_config.eos_token_id = [1, "</s>"]
-    with pytest.raises(InputError, match="its eos_token_id is .*; write token ids"):
+    with golden.raises():
         eos_ids(model)
 
 
@@ -94,7 +93,7 @@ def test_nf4_is_the_checkpoint_rounded_to_sixteen_levels(wide_dir):
     torch.testing.assert_close(alone[0, 0], near[0, 0], atol=1e-4, rtol=1e-4)
 
 
-def test_an_encoder_is_refused(tmp_path):
+def test_an_encoder_is_refused(tmp_path, golden):
     """transformers loads BERT as a causal model; it would be trained and measured on what it peeks
     at.
     """
@@ -107,7 +106,7 @@ def test_an_encoder_is_refused(tmp_path):
     }
     model = BertForMaskedLM(BertConfig(vocab_size=99, initializer_range=0.5, **sizes))
     model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="reads tokens ahead, as encoders do; name a causal model"):
+    with golden.raises():
         load_model(str(tmp_path), device="cpu")
 
 
@@ -186,7 +185,7 @@ TINY_EXPERTS = {
 def test_experts_that_a_token_does_not_have_cost_nothing(family, names):
     """Of eight experts two, as a model that has two; but for the routers, which grow."""
 
-    def read(experts: int) -> tuple[int, int]:
+    def read(experts):
         sizes = {"vocab_size": 290, "hidden_size": 16, "intermediate_size": 24}
         sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, **TINY_EXPERTS}
         sizes |= {names[0]: experts, names[1]: 2}

@@ -54,16 +54,16 @@ class Options(ModelOptions):
     colour: Literal["red", "green"] = "red"
     inner: Inner = field(default_factory=Inner)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.count < 0:
             raise InputError(f"count: {self.count} must not be negative")
 
 
-def read(*words: str) -> Options:
+def read(*words):
     return parse(Options, "test", list(words))[0]
 
 
-def refusal(*words: str) -> str:
+def refusal(*words):
     with pytest.raises(InputError) as caught:
         read(*words)
     text = str(caught.value)
@@ -118,13 +118,13 @@ def test_text_is_taken_as_it_is_typed(text):
     )
 
 
-def test_the_single_value_of_an_option_may_begin_with_a_dash():
+def test_the_single_value_of_an_option_may_begin_with_a_dash(golden):
     assert read("--name", "-x", "--note", "--foo-bar", "--loud") == Options(
         name="-x", note="--foo-bar", loud=True
     )
     assert read("--name", "--foo=a-b") == Options(name="--foo=a-b")
-    assert "--inner.rate: must be greater than 0" in refusal("--name", "a", "--inner.rate", "-1e-3")
-    assert "--name: expected one argument" in refusal("--name", "--note", "b")
+    golden(refusal("--name", "a", "--inner.rate", "-1e-3"))
+    golden(refusal("--name", "--note", "b"))
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_help_shows_the_other_uses_of_a_command(command, key, door):
     for words in ((command, "--help"), ("--help",), (command, option.replace("_", "-"), "--help")):
         code, out, _ = door(*words)
         assert code == 0 and option in out
-    assert "Required:\n  --" in out
+    assert "Required:" in out
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -228,7 +228,7 @@ def test_completion_knows_every_command(door, shell):
     assert all(command in script for command in COMMANDS) and "max_new_tokens" in script
 
 
-def test_python_callers_get_the_same_checks():
+def test_python_callers_get_the_same_checks(golden):
     config: Any = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
@@ -251,7 +251,7 @@ def test_python_callers_get_the_same_checks():
             given = {"name": "a", **values}
             Options(**{key: value for key, value in given.items() if value is not ...})  # type: ignore[arg-type]
         assert str(caught.value).startswith(told)
-    with pytest.raises(InputError, match="limit: must be greater than or equal to 1"):
+    with golden.raises():
         replace(config, limit=0)
 
 
@@ -261,15 +261,15 @@ def test_identity_leaves_out_what_changes_nothing():
     assert not {"note", "device"} & set(values)
 
 
-def test_options_are_laid_over_the_configuration_of_a_call():
+def test_options_are_laid_over_the_configuration_of_a_call(golden):
     given = TrainConfig(out="a", data=["d"], draft="d")
     assert configured(TrainConfig, given, {}) is given
     assert configured(TrainConfig, given, {"out": "b"}) == replace(given, out="b")
     assert configured(TrainConfig, None, {"out": "a", "data": ["d"], "draft": "d"}) == given
     for config, named in ((None, {"out": "a", "data": ["d"]}), (given, {})):
-        with pytest.raises(InputError, match="stepz"):
+        with golden.raises():
             configured(TrainConfig, config, {**named, "stepz": 3})
-    with pytest.raises(TypeError, match=r"expected TrainConfig\(...\) .* got a dict"):
+    with golden.raises(TypeError):
         configured(TrainConfig, {"data": ["d"]}, {})
-    with pytest.raises(InputError, match=r"did you mean train\.optim\.lr\?"):
+    with golden.raises():
         AlignConfig(target="t", out="o", prompts="p", train={"optim": {"lrr": 1}})

@@ -32,7 +32,7 @@ LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 def launched(monkeypatch):
     """`launched(RANK=1, ...)` sets the variables of a launcher, and no others of them."""
 
-    def launch(**variables: object) -> None:
+    def launch(**variables):
         for name in LAUNCHER:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
@@ -55,12 +55,12 @@ def test_divided_work_within_on_main_is_done_by_the_main_process(monkeypatch):
 
 @pytest.mark.parametrize("line", ["decode --target t --prompt a", "doctor --draft d --target t"])
 def test_a_command_of_one_process_is_refused_in_several(
-    line, monkeypatch, launched, tmp_path, capsys
+    line, monkeypatch, launched, tmp_path, capsys, golden
 ):
     monkeypatch.chdir(tmp_path)
     launched(RANK=0, **TWO)
     assert main(line.split()) == 2
-    assert "runs in one process, but 2 were launched" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_a_whole_set_of_variables_is_taken(variables, launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "found"), [(0, "1/2 clients joined"), (1, "timed out|refused")])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_processes_that_do_not_come_are_waited_for_no_longer_than_a_minute(
-    rank, found, launched, monkeypatch
+    rank, launched, monkeypatch, golden
 ):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -99,9 +99,7 @@ def test_processes_that_do_not_come_are_waited_for_no_longer_than_a_minute(
     launched(RANK=rank, **TWO | {"MASTER_PORT": port})
     assert launcher._MEET_S == 60
     monkeypatch.setattr(launcher, "_MEET_S", 0.1)
-    with pytest.raises(
-        LauncherError, match=rf"{port}: .*({found}).*; if no launcher .*, unset RANK"
-    ):
+    with golden.raises(LauncherError):
         launcher.wait_for_all()
 
 
@@ -114,17 +112,17 @@ def test_of_two_processes_one_prints_help_and_options(words, rank, launched, cap
     assert bool(capsys.readouterr().out) == (rank == 0)
 
 
-def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypatch, capsys):
+def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypatch, capsys, golden):
     """Once on each machine, with its rank. Those that lose it, or fail likewise, are silent."""
     monkeypatch.setattr(ranks, "_store", HashStore())
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr("signal.signal", lambda number, handler: None)
     lost = RuntimeError("[gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
 
-    def fails(rank: int, machine: int, error: Exception) -> tuple[int, str]:
+    def fails(rank, machine, error):
         launched(RANK=rank, GROUP_RANK=machine, **TWO | {"WORLD_SIZE": 4})
 
-        def run(*words: object) -> None:
+        def run(*words):
             raise error
 
         monkeypatch.setattr("draftsmith.__main__.run", run)
@@ -137,31 +135,33 @@ def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypat
     assert fails(3, 1, KeyError("a bug that follows")) == (1, "")
     monkeypatch.setattr(ranks, "_store", HashStore())
     code, said = fails(1, 0, lost)
-    assert code == 1 and said.startswith("draftsmith train: rank 1: lost another process")
-    assert said.count("\n") == 1 and "run the same command again" in said
+    assert code == 1
+    golden(said)
+    assert said.count("\n") == 1
+    golden(said)
     monkeypatch.setattr(ranks, "_store", HashStore())
     with pytest.raises(KeyError):
         fails(1, 0, KeyError("a bug"))
 
 
-def test_processes_of_another_identity_are_refused(monkeypatch):
+def test_processes_of_another_identity_are_refused(monkeypatch, golden):
     identity: dict[str, object] = {"config": {"optim": {"lr": 1e-3}}, "data": "0" * 16}
     gathered: list[dict[str, object]] = []
     monkeypatch.setattr(records, "from_each", lambda work: [work(), *gathered])
     records.agree(identity)
-    others: list[tuple[dict[str, object], str]] = [
-        ({"config": {"optim": {"lr": 5e-3}}}, "^optim.lr is 0.001, on rank 2 it is 0.005; give "),
-        ({"data": "1" * 16}, "^data differs on rank 2; give every process the same "),
+    others: list[dict[str, object]] = [
+        {"config": {"optim": {"lr": 5e-3}}},
+        {"data": "1" * 16},
     ]
-    for other, message in others:
+    for other in others:
         gathered[:] = [identity, identity | other]
-        with pytest.raises(InputError, match=message):
+        with golden.raises():
             records.agree(identity)
 
 
 def test_processes_share_all_options_but_those_of_a_machine():
-    def options(**more: object) -> object:
-        return for_all(TrainConfig(draft="d", **more))  # type: ignore[arg-type]
+    def options(**more):
+        return for_all(TrainConfig(draft="d", **more))
 
     same = options(out="o", data=["d"], device="cpu")
     assert same == options(out="p", data=["other/place"], device="cuda:1")
@@ -171,14 +171,14 @@ def test_processes_share_all_options_but_those_of_a_machine():
         assert same != options(out="o", data=["d"], **{key: value}), key
 
 
-def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatch):
+def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatch, golden):
     """The main process writes its lock there, and another one finds none, or an old one."""
     monkeypatch.setattr(runs, "_SHOWN_S", 0)
     monkeypatch.setattr(runs, "from_main", lambda work: b"process 7 on elsewhere")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / ".draftsmith-lock").write_text("process 8 on elsewhere")
     for name in ("old", "new"):
-        with pytest.raises(InputError, match=rf"^--out: .*/{name} lacks .*all processes share"):
+        with golden.raises():
             with runs.hold(tmp_path / name):
                 pass
     assert not (tmp_path / "new").exists()
@@ -186,7 +186,7 @@ def test_a_directory_that_processes_do_not_share_is_refused(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_the_main_process_gives_the_launcher_the_reason(
-    rank, tmp_path, monkeypatch, launched, capsys
+    rank, tmp_path, monkeypatch, launched, capsys, golden
 ):
     file = tmp_path / "error.json"
     launched(RANK=rank, LOCAL_RANK=rank, TORCHELASTIC_ERROR_FILE=file, **TWO)
@@ -197,11 +197,13 @@ def test_the_main_process_gives_the_launcher_the_reason(
     assert ended(main(["train"])) == 2
     reason = capsys.readouterr().err.strip()
     if rank == "0":
-        assert reason.startswith("draftsmith train: --") and not slept
+        assert not slept
+        golden(reason)
         assert ProcessFailure(0, 1, 2, str(file)).message == reason
     else:
         # The launcher would stop the main process before it has said why. Here nobody said it.
-        assert reason.startswith("draftsmith train: rank 1: --") and not file.exists()
+        assert not file.exists()
+        golden(reason)
         assert slept == [30] and handled == [signal.SIGTERM]
 
 

@@ -4,10 +4,8 @@ and key.
 
 import copy
 import gzip
-import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow as pa
@@ -16,7 +14,7 @@ import pytest
 
 from draftsmith.core.errors import InputError, warn_once
 from draftsmith.core.prompt_rows import count_rows
-from draftsmith.core.prompts import Prompt, PromptSet, read_prompts
+from draftsmith.core.prompts import Prompt, read_prompts
 from draftsmith.core.tokenization import load_tokenizer
 from tests.distilled import write_rows
 
@@ -34,7 +32,7 @@ def chat(target_dir, tmp_path):
     return load_tokenizer(target_dir, chat_template=str(tmp_path / "t.jinja"))
 
 
-def adds_up(prompts: PromptSet) -> bool:
+def adds_up(prompts):
     return len(prompts.prompts) + len(prompts.skipped) == prompts.rows
 
 
@@ -58,7 +56,7 @@ def test_every_kind_of_row(tmp_path, chat):
     assert {prompt.domain for prompt in (first, answered, same)} == {"d"}
 
 
-def conversation(*turns: tuple[str, str]) -> dict[str, Any]:
+def conversation(*turns):
     return {"id": "twice", "conversations": [{"from": who, "value": text} for who, text in turns]}
 
 
@@ -122,42 +120,38 @@ def test_any_unicode_goes_through(tmp_path, tokenizer):
 
 
 BAD_ROWS = [
-    ('{"promt": "a"}', 1, "needs one of the keys messages, conversations, .*; has 'promt'"),
-    (
-        '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}',
-        2,
-        "key 'id': 'x' is also the id of row 1",
-    ),
-    ('{"messages": "hi"}', 1, "key 'messages'"),
-    ('{"conversations": [{"from": "human"}]}', 1, "key 'conversations'"),
-    ('{"messages": [{"role": "assistant", "content": "x"}]}', 1, "only an assistant turn"),
-    ('{"messages": [{"role": "judge", "content": "x"}]}', 1, "key 'messages': .*no judges here"),
-    ('{"prompt": "a"}\n' + "[" * 100_000, 2, "not valid JSON"),
+    '{"promt": "a"}',
+    '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}',
+    '{"messages": "hi"}',
+    '{"conversations": [{"from": "human"}]}',
+    '{"messages": [{"role": "assistant", "content": "x"}]}',
+    '{"messages": [{"role": "judge", "content": "x"}]}',
+    '{"prompt": "a"}\n' + "[" * 100_000,
 ]
 
 
-@pytest.mark.parametrize(("text", "line", "message"), BAD_ROWS)
-def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, line, message):
+@pytest.mark.parametrize("text", BAD_ROWS)
+def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, golden):
     path = tmp_path / "p.jsonl"
     path.write_text(text + '\n{"prompt": "good"}\n')
     (said,) = read_prompts(str(path), chat).skipped_lines()
-    assert re.search(rf"p\.jsonl: 1 of \d rows skipped: .*({message}).* \(row {line}\)$", said)
+    golden(said)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content"),
     [
-        ("all.jsonl", b'{"prompt": ""}', "none of its 1 rows can be used"),
-        ("p.csv", b"a,b", "is not a .jsonl or .parquet file"),
-        ("bad.parquet", b"hello", "cannot be read"),
-        ("", None, "is not a .jsonl or .parquet file"),
-        ("no/such-set:test", None, "no such file, and no dataset"),
+        ("all.jsonl", b'{"prompt": ""}'),
+        ("p.csv", b"a,b"),
+        ("bad.parquet", b"hello"),
+        ("", None),
+        ("no/such-set:test", None),
     ],
 )
-def test_a_source_that_cannot_be_read_is_named(tmp_path, tokenizer, name, content, message):
+def test_a_source_that_cannot_be_read_is_named(tmp_path, tokenizer, name, content, golden):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(InputError, match=message) as caught:
+    with golden.raises() as caught:
         read_prompts(name if ":" in name else str(tmp_path / name), tokenizer)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
@@ -165,7 +159,7 @@ def test_a_source_that_cannot_be_read_is_named(tmp_path, tokenizer, name, conten
 def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch, tokenizer):
     calls = []
 
-    def load_dataset(name: str, split: str, streaming: bool) -> Any:
+    def load_dataset(name, split, streaming):
         calls.append((name, split, streaming))
         return iter([{"prompt": "The"}, {"prompt": "fox"}])
 
@@ -201,20 +195,20 @@ def test_a_key_that_could_be_meant_for_the_prompt_and_is_not_read_is_named_once(
     assert not any("continued as text" in record.getMessage() for record in caplog.records)
 
 
-def copy_without_template(tokenizer: Any) -> Any:
+def copy_without_template(tokenizer):
     plain = copy.copy(tokenizer)
     plain.chat_template = None
     return plain
 
 
-def test_a_template_of_another_model_is_one_remark(target_dir, caplog):
+def test_a_template_of_another_model_is_one_remark(target_dir, caplog, golden):
     """Its marks are no tokens of the target."""
     warn_once.cache_clear()
     marked = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}{% endfor %}"
     for _ in range(2):
         load_tokenizer(target_dir, chat_template=marked)
     (record,) = caplog.records
-    assert "the chat template marks turns with <|im_start|>, which is" in record.getMessage()
+    golden(record.getMessage())
     caplog.clear()
     load_tokenizer(target_dir, chat_template="{% for m in messages %}[{{ m['role'] }}]{% endfor %}")
     assert not caplog.records
@@ -261,7 +255,7 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_pat
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
 @pytest.mark.parametrize("array", [False, True])
-def test_another_encoding_is_refused_by_name(tokenizer, tmp_path, encoding, array):
+def test_another_encoding_is_refused_by_name(tokenizer, tmp_path, encoding, array, golden):
     text = '[{"prompt": "é"}]' if array else '{"prompt": "é"}\n{"prompt": "b"}\n'
     file = tmp_path / "p.jsonl"
     file.write_bytes(
@@ -270,16 +264,16 @@ def test_another_encoding_is_refused_by_name(tokenizer, tmp_path, encoding, arra
     with pytest.raises(InputError) as refused:
         read_prompts(str(file), tokenizer)
     name = encoding[:6].upper()
-    assert str(refused.value) == f"{file}: cannot be read (it is in {name}; save it as UTF-8)"
+    golden(str(refused.value))
     # Without its mark it is no row, and never another text.
     file.write_bytes(text.encode(f"{name}-LE"))
-    with pytest.raises(InputError, match="p.jsonl"):
+    with golden.raises():
         read_prompts(str(file), tokenizer)
     file.write_bytes(text.encode("utf-8-sig"))
     assert read_prompts(str(file), tokenizer).prompts[0].ids == tuple(tokenizer("é")["input_ids"])
 
 
-def test_texts_that_the_target_begins_by_itself(target_dir):
+def test_texts_that_the_target_begins_by_itself(target_dir, golden):
     tokenizer = load_tokenizer(target_dir)
     prompts = read_prompts("self:3", tokenizer, limit=2)
     assert [(prompt.ids, prompt.domain) for prompt in prompts.prompts] == [
@@ -290,10 +284,10 @@ def test_texts_that_the_target_begins_by_itself(target_dir):
     tokenizer.bos_token = None
     assert read_prompts("self:1", tokenizer).prompts[0].ids == (1,)
     tokenizer.eos_token = None
-    with pytest.raises(InputError, match="self:1: the tokenizer has no BOS or EOS"):
+    with golden.raises():
         read_prompts("self:1", tokenizer)
     for source in ("self:", "token:-1"):
-        with pytest.raises(InputError, match=f"{source}: write {source.partition(':')[0]}:N"):
+        with golden.raises():
             read_prompts(source, tokenizer)
 
 

@@ -6,7 +6,6 @@ import math
 from itertools import permutations
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -47,7 +46,7 @@ SETTINGS = [
 ]
 
 
-def slow_probs(logits: list[float], sampling: Sampling) -> npt.NDArray[np.float64]:
+def slow_probs(logits, sampling):
     """The definition, one token at a time in float64."""
     ranked = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     p = np.zeros(len(logits))
@@ -99,7 +98,7 @@ def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape():
 
 
 @st.composite
-def weights_of_tokens(make: st.DrawFn) -> list[float]:
+def weights_of_tokens(make):
     weights = make(
         st.lists(st.sampled_from([0.0, 1e-30, 1e-8, 0.1, 0.3, 1.0]), min_size=1, max_size=8)
     )
@@ -132,7 +131,7 @@ def test_draws_without_replacement_are_distinct_and_run_out(weights, seed, count
     assert picks[len(drawn) :] == [-1] * (count - len(drawn))
 
 
-def fits(counts: list[int], expected: list[float]) -> bool:
+def fits(counts, expected):
     """Whether counts are plausible (p > 0.001) under the expected shares, impossible outcomes never
     seen.
     """

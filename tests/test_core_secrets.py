@@ -17,7 +17,7 @@ ROWS = "".join(
 ).encode()
 
 
-def open_store(url: str, mode: str) -> io.BytesIO:
+def open_store(url, mode):
     """Stand in for fsspec, which needs aiohttp for https; the store knows the password and the
     signature.
     """
@@ -74,7 +74,7 @@ def test_they_are_in_no_file_and_no_message(
         assert code == 0, err
 
 
-def test_what_is_no_secret_stays():
+def test_what_is_no_secret_stays(golden):
     for text in (
         "hf://datasets/owner/name@main/rows.jsonl",
         "name=s3://bucket/rows.jsonl",
@@ -84,7 +84,4 @@ def test_what_is_no_secret_stays():
         assert without_secrets(text) == text
     config = {"ood": ["x=https://me:a@b@c/d?e=f"], "seed": 3}
     assert without_secrets(config) == {"ood": ["x=https://c/d"], "seed": 3}
-    assert (
-        without_secrets("https://me:a@b/c.jsonl?e=f:2: not valid JSON")
-        == "https://b/c.jsonl:2: not valid JSON"
-    )
+    golden(without_secrets("https://me:a@b/c.jsonl?e=f:2: not valid JSON"))

@@ -22,21 +22,21 @@ Tensors = dict[str, torch.Tensor]
 CONFIG, MODELING = "configuration_mine.py", "modeling_mine.py"
 
 
-def set_keys(file: Path, **keys: Any) -> int:
+def set_keys(file, **keys):
     return file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-def change_weights(directory: Path, change: Callable[[Tensors], Any]) -> None:
+def change_weights(directory, change):
     weights = load_file(directory / "model.safetensors")
     change(weights)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def spoil(key: str, value: float) -> Callable[[Path], None]:
+def spoil(key, value):
     return lambda d: change_weights(d, lambda weights: weights[key].view(-1)[3:5].fill_(value))
 
 
-def with_remote_code(directory: Path) -> None:
+def with_remote_code(directory):
     set_keys(
         directory / "config.json",
         model_type="mine",
@@ -59,16 +59,16 @@ def with_remote_code(directory: Path) -> None:
 class Evil:
     """Runs a command when it is read as Python's pickle would (law 9)."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.system, ("false",)
 
 
-def as_pickle(directory: Path, **more: object) -> None:
+def as_pickle(directory, **more):
     torch.save(load_file(directory / "model.safetensors") | more, directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
 
 
-def sharded(directory: Path) -> None:
+def sharded(directory):
     """As a download that was stopped leaves a checkpoint in several files."""
     model = load_on_cpu(str(directory))
     (directory / "model.safetensors").unlink()
@@ -76,16 +76,16 @@ def sharded(directory: Path) -> None:
     sorted(directory.glob("model-0*"))[1].unlink()
 
 
-def cut(name: str, size: int) -> Callable[[Path], Any]:
+def cut(name, size):
     return lambda d: (d / name).write_bytes((d / name).read_bytes()[:size])
 
 
-def without_tokenizer(d: Path) -> None:
+def without_tokenizer(d):
     for file in d.glob("tokenizer*"):
         file.unlink()
 
 
-def tokenizer_with_code(d: Path) -> None:
+def tokenizer_with_code(d):
     set_keys(
         d / "tokenizer_config.json",
         tokenizer_class="T",
@@ -94,7 +94,7 @@ def tokenizer_with_code(d: Path) -> None:
     (d / "mine.py").write_text("raise SystemExit('ran')")
 
 
-def load_on_cpu(name: str) -> Any:
+def load_on_cpu(name):
     return load_model(name, device="cpu")
 
 
@@ -142,8 +142,8 @@ MODELS: list[tuple[Callable[[Path], Any], str]] = [
 ]
 
 
-def only(name: str | None) -> Callable[[Path], None]:
-    def change(d: Path) -> None:
+def only(name):
+    def change(d):
         for file in d.iterdir():
             if file.name != name:
                 file.unlink()
@@ -178,7 +178,7 @@ def copy(tmp_path, target_dir):
     return shutil.copytree(target_dir, tmp_path / "copy")
 
 
-def refusal(load: Callable[[str], Any], name: str) -> str:
+def refusal(load, name):
     with pytest.raises(InputError) as refused:
         load(name)
     assert "\n" not in str(refused.value) and str(refused.value).startswith(name)
@@ -195,14 +195,14 @@ def test_a_directory_that_cannot_be_loaded(copy, load, change, message):
     assert re.search(message, refusal(load, str(copy)))
 
 
-def test_an_adapter_is_told_apart_from_what_was_merged(copy):
+def test_an_adapter_is_told_apart_from_what_was_merged(copy, golden):
     (copy / "adapter_config.json").write_text("{}")
     # A merge leaves the config behind.
     assert load_on_cpu(str(copy)).num_parameters()
     (copy / "model.safetensors").rename(copy / "adapter_model.safetensors")
     for load in (load_on_cpu, load_tokenizer):
         line = refusal(load, str(copy))
-        assert "holds a LoRA adapter; merge it into its base model: python -c" in line
+        golden(line)
         assert f"from_pretrained('{copy}').merge_and_unload()" in line
 
 
@@ -227,7 +227,7 @@ def test_weights_without_a_place_are_named(copy, caplog):
 
 
 def test_a_model_that_is_too_large_names_what_makes_it_fit(copy, monkeypatch):
-    def full(*words: object, **options: object) -> None:
+    def full(*words, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
 
     monkeypatch.setattr(PreTrainedModel, "to", full)
@@ -235,10 +235,10 @@ def test_a_model_that_is_too_large_names_what_makes_it_fit(copy, monkeypatch):
     assert re.search(fix, refusal(load_on_cpu, str(copy)))
 
 
-def test_logits_that_overflow_name_the_dtype(copy):
+def test_logits_that_overflow_name_the_dtype(copy, golden):
     change_weights(copy, lambda weights: weights["lm_head.weight"].sign_().mul_(6e4))
     load_on_cpu(str(copy))
-    with pytest.raises(InputError, match="logits are not finite in float16"):
+    with golden.raises():
         load_model(str(copy), device="cpu", dtype="float16")
 
 

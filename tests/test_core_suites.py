@@ -15,11 +15,11 @@ from draftsmith.eval.request import check
 from tests.distilled import write_rows
 
 
-def _user(text: str) -> dict[str, Any]:
+def _user(text):
     return {"messages": [{"role": "user", "content": text}]}
 
 
-def _spec_bench(category: str) -> list[dict[str, Any]]:
+def _spec_bench(category):
     other = "qa" if category == "rag" else "rag"
     return [
         {"question_id": 1, "category": other, "turns": ["another task"]},
@@ -32,7 +32,7 @@ def _spec_bench(category: str) -> list[dict[str, Any]]:
     ]
 
 
-def _judged(model: str, question: str) -> dict[str, Any]:
+def _judged(model, question):
     turns = [
         ("user", question),
         ("assistant", "an answer"),
@@ -52,7 +52,7 @@ def _judged(model: str, question: str) -> dict[str, Any]:
     }
 
 
-def _speed_bench(category: str) -> list[dict[str, Any]]:
+def _speed_bench(category):
     """As on the hub, filled; as NVIDIA's prepare.py of NeMo Skills writes it; another category."""
     row = {"question_id": "a", "category": category, "sub_category": "s", "multiturn": True}
     messages = [{"role": "user", "content": text} for text in ("another first turn", "then")]
@@ -217,20 +217,20 @@ def test_every_suite_has_a_stand_in():
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))
-def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monkeypatch):
+def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monkeypatch, golden):
     rows, wanted = STAND_INS[name]
     file = write_rows(tmp_path / "rows.jsonl", *rows)
     assert list(iterate_rows(f"@{name}:{file}")) == wanted
     suite = load_suite(name)
     assert suite.version >= 1 and suite.citation and suite.licence and suite.prompts >= 80
     if suite.gated:
-        with pytest.raises(InputError, match=f"is gated; accept .*, and name @{name}:FILE"):
+        with golden.raises():
             list(iterate_rows(f"@{name}"))
         return
     # From the hub the same rows make the same prompts.
     asked: list[Any] = []
 
-    def hub(*names: str, **which: str | None) -> Any:
+    def hub(*names, **which):
         asked.append((*names, which))
         return (prompt_rows.Record(number, row) for number, row in enumerate(rows, 1))
 
@@ -241,7 +241,7 @@ def test_a_suite_makes_its_prompts_of_its_data_sets_columns(name, tmp_path, monk
     ]
 
 
-def test_a_family_stands_for_its_suites_and_a_directory_holds_their_files(tmp_path):
+def test_a_family_stands_for_its_suites_and_a_directory_holds_their_files(tmp_path, golden):
     for subset in REDHAT:
         write_rows(tmp_path / f"{subset}.jsonl", {"prompt": subset})
     place = f"{tmp_path}"
@@ -253,17 +253,17 @@ def test_a_family_stands_for_its_suites_and_a_directory_holds_their_files(tmp_pa
     assert named["x-qa"] == f"@speed-bench-qa:{place}"
     for subset in REDHAT:
         assert list(iterate_rows(named[f"redhat-{subset}"])) == [_user(subset)]
-    with pytest.raises(InputError, match=r"qualitative\.jsonl: no such file"):
+    with golden.raises():
         list(iterate_rows(named["x-qa"]))
     write_rows(tmp_path / "qualitative.jsonl", *_speed_bench("qa"))
     assert next(iterate_rows(named["x-qa"])) == FIRST
     # Only where sets are named; elsewhere one suite is wanted.
-    with pytest.raises(InputError, match="@speed-bench: stands for 11 suites; name one, such as"):
+    with golden.raises():
         list(iterate_rows("@speed-bench"))
     assert expand("@gsm8k") == expand("gsm8k.jsonl") == {}
 
 
-def test_rows_that_are_still_placeholders_name_the_script_that_fills_them(tmp_path):
+def test_rows_that_are_still_placeholders_name_the_script_that_fills_them(tmp_path, golden):
     """Some rows of SPEED-Bench hold the texts of others, whose licences forbid copies."""
     unfilled = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
     for turns in ([unfilled, unfilled], [f"{unfilled}\n\nSummarize {{article}}"]):
@@ -271,20 +271,16 @@ def test_rows_that_are_still_placeholders_name_the_script_that_fills_them(tmp_pa
         file = write_rows(tmp_path / "qualitative.jsonl", row)
         with pytest.raises(InputError) as error:
             list(iterate_rows(f"@speed-bench-qa:{file}"))
-        assert str(error.value) == (
-            f"{file}:1: is a placeholder; run `python prepare.py --output_dir DIR` "
-            "(github.com/NVIDIA-NeMo/Skills, nemo_skills/dataset/speed-bench), and name "
-            "@speed-bench-qa:DIR"
-        )
+        golden(str(error.value))
         # Rows of other categories may be unfilled.
         assert not list(iterate_rows(f"@speed-bench-rag:{file}"))
 
 
-def test_questions_behind_own_answers_are_asked_by_eval_and_plan_alone(tmp_path):
+def test_questions_behind_own_answers_are_asked_by_eval_and_plan_alone(tmp_path, golden):
     file = write_rows(
         tmp_path / "q.jsonl", {"prompt": ["one", "two"]}, {"turns": ["three", "four"]}
     )
-    with pytest.raises(InputError, match="own answers, which only eval and plan write"):
+    with golden.raises():
         list(iterate_rows(f"@{OWN}:{file}"))
     rows: list[Any] = [record.stored for record in iterate_suite(f"@{OWN}:{file}")]
     found = [row["messages"] for row in rows]
@@ -303,7 +299,7 @@ def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_pa
     assert found == [f"q{13 * index}" for index in range(100)]
 
 
-def test_options_name_suites_and_give_their_names_to_the_sets():
+def test_options_name_suites_and_give_their_names_to_the_sets(golden):
     options: dict[str, Any] = {"target": "t", "draft": ["a=b"], "out": "o"}
     found = check(
         EvalConfig(id=["@gsm8k"], ood=["@humaneval:rows.jsonl", "talk=@mt-bench"], **options)
@@ -325,9 +321,9 @@ def test_options_name_suites_and_give_their_names_to_the_sets():
         "owner",
         "d",
     ]
-    with pytest.raises(InputError, match=r"@gsm9k: no such suite; did you mean @gsm8k\?"):
+    with golden.raises():
         check(EvalConfig(id=["maths=@gsm9k"], **options))
-    with pytest.raises(InputError, match="the name 'gsm8k' is used twice"):
+    with golden.raises():
         check(EvalConfig(id=["@gsm8k", "@gsm8k:rows.jsonl"], **options))
 
 

@@ -4,13 +4,11 @@ import json
 
 import pyarrow
 import pyarrow.parquet
-import pytest
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.retrieval_text import read_documents
 
 
-def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypatch):
+def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypatch, golden):
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     rows = [
@@ -34,5 +32,5 @@ def test_documents_are_read_from_every_kind_of_row(tmp_path, tokenizer, monkeypa
     plain.write_text("the cat")
     assert read_documents(str(plain), tokenizer) == documents[:1]
     plain.write_text(" \n")
-    with pytest.raises(InputError, match="corpus.txt: holds no text; a row needs one of the keys"):
+    with golden.raises():
         read_documents(str(plain), tokenizer)

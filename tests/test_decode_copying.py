@@ -12,10 +12,10 @@ from hypothesis import given, settings, strategies as st
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
 from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
-from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.propose.protocol import Outcome, SessionSetup
 from draftsmith.decode.propose.retrieval import RetrievalProposer
 from draftsmith.decode.suffix_index import SuffixIndex
-from draftsmith.decode.tree import DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree import DynamicTree, Tree
 from draftsmith.decode.tree_spec import parse_tree
 from tests.tiny_models import random_llama
 
@@ -25,7 +25,7 @@ VOCAB = 17
 Target = Callable[[Sequence[int]], int]
 
 
-def hashed(text: Sequence[int]) -> int:
+def hashed(text):
     """Depends on the last three tokens and the parity of the place, so a misplaced context
     shows.
     """
@@ -33,7 +33,7 @@ def hashed(text: Sequence[int]) -> int:
     return (last[0] * 7 + last[1] * 5 + last[2] * 3 + len(text) % 2 + last[1] * last[2]) % VOCAB
 
 
-def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape) -> Session:
+def start(proposer, prompts, tree):
     setup = SessionSetup(
         prompts=prompts,
         tree=tree,
@@ -47,7 +47,7 @@ def start(proposer: Proposer, prompts: Sequence[Sequence[int]], tree: TreeShape)
     return proposer.start(setup)
 
 
-def paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
+def paths(proposal, row):
     """The tokens from the root to every node of a row, in M indexing."""
     parents = proposal.tree.parents_RN[row if proposal.tree.rows > 1 else 0].tolist()
     tokens = proposal.tokens_BM[row].tolist()
@@ -57,7 +57,7 @@ def paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
     return [path for path, token in zip(found, tokens, strict=True) if token >= 0 or not path]
 
 
-def judge(proposal: Proposal, texts: Sequence[Sequence[int]], target: Target) -> Outcome:
+def judge(proposal, texts, target):
     """What a greedy verifier makes of a proposal: walk down while a child carries the target's
     token.
     """
@@ -109,7 +109,7 @@ def test_the_index_agrees_with_a_rescan(text, one, other, cut):
 @pytest.mark.parametrize("period", [1, 2, 3, 7])
 @pytest.mark.parametrize("spec", ["chain:6", "kary:2,1,1,1,1,1"])
 def test_periodic_text_is_accepted_whole(period, spec):
-    def target(text: Sequence[int]) -> int:
+    def target(text):
         return int(text[-period])
 
     prompt = list(range(period)) + [0]
@@ -143,7 +143,7 @@ def test_a_stop_copies_what_most_matches_go_on_with():
     # After 1 2 came 3 4 5, 3 4 6, 3 7 and, most recently, 8.
     prompt = [1, 2, 3, 4, 5, 1, 2, 3, 4, 6, 1, 2, 3, 7, 9, 1, 2, 8, 1, 2]
 
-    def copied(stop: float) -> list[int]:
+    def copied(stop):
         tree = Tree((-1, 0, 1), stop=stop)
         proposal = start(PromptLookupProposer(2, 2), [prompt], tree).propose(None)
         return proposal.tokens_BM[0, 1:].tolist()
@@ -212,13 +212,13 @@ def test_a_retrieved_chain_is_the_beginning_of_a_longer_one():
 class Definition:
     """The window and the harvest of section 3, written down cell by cell and without a tree."""
 
-    def __init__(self, levels: Sequence[Sequence[int]]) -> None:
+    def __init__(self, levels):
         self.cells = {
             (level, j): token for level, row in enumerate(levels) for j, token in enumerate(row)
         }
         self.depth, self.width, self.steps = len(levels), len(levels[0]), 0
 
-    def step(self, text: list[int], target: Target, last: int) -> list[tuple[int, ...]]:
+    def step(self, text, target, last):
         """Every column's n-gram; the cells move on."""
         grams = []
         for j in range(self.width):
@@ -292,17 +292,17 @@ def test_lookahead_fits_its_shape(window, ngram, candidates, prompt):
         session.commit(outcome)
 
 
-def test_what_cannot_be_drafted_is_refused():
+def test_what_cannot_be_drafted_is_refused(golden):
     target, retrieval = (
         random_llama(0, VOCAB, eos=2),
         RetrievalProposer(SuffixIndex.build([[3, 17]])),
     )
-    for proposer, shape, message in (
-        (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4), "on chains only"),
-        (PromptLookupProposer(), Tree((-1, -1), stop=0.1), "has confidences on chains only"),
-        (retrieval, Tree((-1, 0), stop=0.1), "has no confidences"),
-        (LookaheadProposer(), parse_tree("chain:60"), "55 nodes 9 deep; use its default tree"),
-        (retrieval, parse_tree("chain:4"), "the target has no token 17; use its tokenizer"),
+    for proposer, shape in (
+        (PromptLookupProposer(), DynamicTree(depth=2, beam=2, nodes=4)),
+        (PromptLookupProposer(), Tree((-1, -1), stop=0.1)),
+        (retrieval, Tree((-1, 0), stop=0.1)),
+        (LookaheadProposer(), parse_tree("chain:60")),
+        (retrieval, parse_tree("chain:4")),
     ):
-        with pytest.raises(ValueError, match=message):
+        with golden.raises(ValueError):
             proposer.check(target, shape)

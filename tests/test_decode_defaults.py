@@ -14,7 +14,6 @@ from transformers import (
     PreTrainedModel,
 )
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
     VERIFIERS,
@@ -36,7 +35,7 @@ READS = {
 }
 
 
-def tiny(seed: int, eos: int | None = None) -> LlamaForCausalLM:
+def tiny(seed, eos=None):
     return random_llama(seed, 11, positions=96, eos=eos)
 
 
@@ -88,7 +87,7 @@ def test_a_seed_gives_every_row_its_own_generator():
     decoder = SpeculativeDecoder(tiny(1), DraftModelProposer(tiny(2)), "kary:2,2")
     warm = Sampling(temperature=1.0)
 
-    def outputs(**options: Any) -> list[list[int]]:
+    def outputs(**options):
         return [
             g.output_ids for g in decoder.generate([[1, 2]] * 3, warm, 24, **options).generations
         ]
@@ -107,21 +106,18 @@ def test_a_seed_gives_every_row_its_own_generator():
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=1.0)])
 @pytest.mark.parametrize("bad", ["target", "draft"])
 @pytest.mark.parametrize("tree", ["chain:2", "kary:2,2", "eagle2:depth=2,beam=2,nodes=4"])
-def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree, bad, sampling):
+def test_logits_that_are_not_finite_are_an_error_that_names_the_model(tree, bad, sampling, golden):
     target, draft = tiny(1), tiny(2)
     target.name_or_path, draft.name_or_path = "the/target", "the/draft"
     decoder = SpeculativeDecoder(target, DraftModelProposer(draft), tree)
     damaged = target if bad == "target" else draft
     with torch.no_grad():
         damaged.lm_head.weight[3, 5] = torch.nan
-    with pytest.raises(
-        InputError,
-        match=rf"^the {bad} the/{bad} gave logits that are not finite.*; its weights are",
-    ):
+    with golden.raises():
         decoder.generate(PROMPTS, sampling, 8)
     with torch.no_grad():
         damaged.lm_head.weight[3, 5] = torch.inf
-    with pytest.raises(InputError, match=rf"^the {bad} the/{bad} gave logits that are not finite"):
+    with golden.raises():
         decoder.generate(PROMPTS * 4, sampling, 40)
 
 
@@ -135,7 +131,7 @@ def test_a_proposer_serves_targets_of_several_vocabularies():
     assert decoder.generate(PROMPTS, GREEDY, 12).generations == before
 
 
-def of_kind(kind: str, **options: Any) -> PreTrainedModel:
+def of_kind(kind, **options):
     sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
     config = AutoConfig.for_model(kind, **sizes | options)
@@ -144,33 +140,24 @@ def of_kind(kind: str, **options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
+    "kind",
     [
-        ("mamba", "MambaForCausalLM is recurrent; use chain:2"),
-        ("rwkv", "RwkvForCausalLM is recurrent; use chain:2"),
-        ("openai-gpt", "OpenAIGPTLMHeadModel keeps no key/value cache"),
-        ("bloom", "BloomForCausalLM does not take position_ids"),
-        ("gpt_neo", "masks by a table of its own"),
-        ("lfm2", "layers of type 'conv'"),
-        (
-            "llama",
-            "LlamaForCausalLM attends to all tokens, and its config.json sets a sliding window",
-        ),
-        (
-            "olmo2",
-            "Olmo2ForCausalLM attends to all tokens, and its config.json sets a sliding window",
-        ),
-        (
-            "olmoe",
-            "OlmoeForCausalLM attends to all tokens, and its config.json sets a sliding window",
-        ),
-        ("doge", "gives other outputs with a cache"),
-        ("bert", "BertLMHeadModel reads tokens ahead, as encoders do"),
-        ("electra", "ElectraForCausalLM reads tokens ahead"),
-        ("roberta", "RobertaForCausalLM reads tokens ahead"),
+        "mamba",
+        "rwkv",
+        "openai-gpt",
+        "bloom",
+        "gpt_neo",
+        "lfm2",
+        "llama",
+        "olmo2",
+        "olmoe",
+        "doge",
+        "bert",
+        "electra",
+        "roberta",
     ],
 )
-def test_the_reason_is_the_right_one(kind, reason):
+def test_the_reason_is_the_right_one(kind, golden):
     options: dict[str, dict[str, Any]] = {
         "lfm2": {"layer_types": ["conv", "full_attention"]},
         "llama": {"sliding_window": 8},
@@ -178,20 +165,20 @@ def test_the_reason_is_the_right_one(kind, reason):
         "olmo2": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
     }
-    with pytest.raises(ValueError, match=reason) as caught:
+    with golden.raises(ValueError) as caught:
         SpeculativeDecoder(
             of_kind(kind, **options.get(kind, {})), PromptLookupProposer(), "kary:2,1"
         )
     assert "\n" not in str(caught.value)
 
 
-def test_a_window_is_a_matter_of_the_class_and_not_of_words_in_its_file():
+def test_a_window_is_a_matter_of_the_class_and_not_of_words_in_its_file(golden):
     class Own(LlamaForCausalLM):  # type: ignore[misc, unused-ignore]
         """In a file that says sliding_window."""
 
     config = LlamaConfig(**tiny(1).config.to_dict() | {"sliding_window": 8})
     model: PreTrainedModel = Own(config)
-    with pytest.raises(InputError, match="Own attends to all tokens"):
+    with golden.raises():
         SpeculativeDecoder(model, PromptLookupProposer(), "kary:2,1")
 
 
@@ -199,7 +186,7 @@ def test_a_config_that_needs_arguments_is_believed():
     class OwnConfig(LlamaConfig):
         """Of somebody's own."""
 
-        def __init__(self, size: int, **options: Any) -> None:
+        def __init__(self, size, **options):
             super().__init__(**options)
             self.size = size
 

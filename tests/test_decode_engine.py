@@ -3,7 +3,6 @@ ones.
 """
 
 import copy
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.core.sampling import Sampling, generator
-from draftsmith.decode import DraftModelProposer, Generation, SpeculativeDecoder
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.decode.propose.head_proposers import HeadProposer
 from draftsmith.decode.runner import Block, Runner
 from tests.tiny_models import redrawn, stirred, stirred_head, tiny_llama
@@ -42,7 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def model_of(kind: str, seed: int, limit: int = 64) -> PreTrainedModel:
+def model_of(kind, seed, limit=64):
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
         kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit
@@ -51,16 +50,14 @@ def model_of(kind: str, seed: int, limit: int = 64) -> PreTrainedModel:
     return redrawn(model, 0.35)
 
 
-def decoder_of(kind: str, tree: str, verifier: str) -> SpeculativeDecoder:
+def decoder_of(kind, tree, verifier):
     target = model_of(kind, 1)
     return SpeculativeDecoder(
         target, DraftModelProposer(stirred(copy.deepcopy(target), 0.08)), tree, verifier
     )
 
 
-def run(
-    decoder: SpeculativeDecoder, rows: Sequence[int], sampling: Sampling, new_tokens: int = 12
-) -> list[Generation]:
+def run(decoder, rows, sampling, new_tokens=12):
     prompts = [PROMPTS[row] for row in rows]
     generators = [generator(100 + row) for row in rows]
     batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
@@ -78,9 +75,7 @@ def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, samp
     calls: list[tuple[Runner, Block, list[int], list[int], Tensor, Tensor]] = []
     plain = Runner.forward
 
-    def spy(
-        self: Runner, tokens: Tensor, block: Block, keep_logits: int = 0, **rest: Any
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def spy(self, tokens, block, keep_logits=0, **rest):
         logits, hidden = plain(self, tokens, block, 0, **rest)
         lead = self.state_B3[:, 1].tolist()
         calls.append((self, block, list(self.lengths), lead, tokens.clone(), logits.clone()))
@@ -192,41 +187,39 @@ def test_the_context_may_be_filled_to_the_last_token(kind):
         ]
 
 
-def test_context_limits_are_checked_before_anything_runs():
+def test_context_limits_are_checked_before_anything_runs(golden):
     long, short = model_of("llama", 1), model_of("llama", 1, limit=20)
-    with pytest.raises(ValueError, match="prompt of 7 tokens .* 14 .*target's context of 20"):
+    with golden.raises(ValueError):
         SpeculativeDecoder(short).generate([PROMPTS[0]], GREEDY, 14)
-    with pytest.raises(ValueError, match="draft's context of 20 tokens; .* to 13"):
+    with golden.raises(ValueError):
         SpeculativeDecoder(long, DraftModelProposer(short)).generate([PROMPTS[0]], GREEDY, 14)
 
 
-def test_parts_that_do_not_fit_are_refused():
+def test_parts_that_do_not_fit_are_refused(golden):
     target, proposer = model_of("llama", 1), DraftModelProposer(model_of("llama", 2))
-    for parts, message in (
-        ((proposer, "kary:4,2", "speculative"), "chains only; use verifier mcsd or exact"),
-        ((proposer, "chain:2", "medusa"), "unknown; use one of exact, .*typical"),
-        ((None, "chain:4", None), "proposer=None drafts nothing; leave them out"),
+    for parts in (
+        (proposer, "kary:4,2", "speculative"),
+        (proposer, "chain:2", "medusa"),
+        (None, "chain:4", None),
     ):
-        with pytest.raises(ValueError, match=message):
+        with golden.raises(ValueError):
             SpeculativeDecoder(target, *parts)
     decoder = SpeculativeDecoder(target, proposer, "kary:1,1", "speculative")
     for prompt in ([], [VOCAB], [2, -1]):
-        with pytest.raises(
-            ValueError, match="prompt 1: expected at least one token id, each from 0 to 16"
-        ):
+        with golden.raises(ValueError):
             decoder.generate([[1], prompt], GREEDY, 4)
     assert decoder.generate([], GREEDY, 4, []).generations == []
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
-def test_training_mode_is_refused_when_it_is_switched_on_later(name):
+def test_training_mode_is_refused_when_it_is_switched_on_later(name, golden):
     models = {
         "target": copy.deepcopy(model_of("llama", 1)),
         "draft": copy.deepcopy(model_of("llama", 2)),
     }
     decoder = SpeculativeDecoder(models["target"], DraftModelProposer(models["draft"]), "chain:2")
     models[name].train()
-    with pytest.raises(ValueError, match=f"{name} is in training mode"):
+    with golden.raises(ValueError):
         decoder.generate([PROMPTS[0]], GREEDY, 4, [generator(0)])
 
 
@@ -260,7 +253,7 @@ def test_under_autocast_outputs_are_the_targets_own(fast):
     ]
 
 
-def test_a_rope_that_changes_with_length_ends_the_context():
+def test_a_rope_that_changes_with_length_ends_the_context(golden):
     """Behind the pretrained context longrope would change every key that is already cached."""
     rope = {
         "rope_type": "longrope",
@@ -279,7 +272,7 @@ def test_a_rope_that_changes_with_length_ends_the_context():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     decoder = SpeculativeDecoder(model, DraftModelProposer(model), "chain:4")
-    with pytest.raises(ValueError, match="context of 24 tokens"):
+    with golden.raises(ValueError):
         decoder.generate([[1] * 20], GREEDY, 5, [generator(0)])
     prompt = torch.tensor([[1, 2, 3]])
     options = {
@@ -328,7 +321,7 @@ def test_equal_prompts_are_read_once_and_go_their_own_ways(monkeypatch, kind, dr
     read = []
     whole = Runner._prefill_chunk
 
-    def counted(self: Runner, tokens_BT: Tensor, *rest: Any) -> Any:
+    def counted(self, tokens_BT, *rest):
         read.append(len(tokens_BT))
         return whole(self, tokens_BT, *rest)
 

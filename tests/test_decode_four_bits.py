@@ -3,7 +3,6 @@ kind of model.
 """
 
 import importlib.util
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ SIZES: dict[str, Any] = {
 }
 
 
-def quantised(weight: torch.Tensor, **options: Any) -> Any:
+def quantised(weight, **options):
     parameter: Any = importlib.import_module("bitsandbytes.nn").Params4bit
     return parameter(weight.clone(), requires_grad=False, **options).to("cpu")
 
@@ -84,7 +83,7 @@ def test_what_the_kernel_cannot_read_is_left_alone():
     assert four_bit_state(quantised(weight, quant_type="nf4")) is not None
 
 
-def saved(path: Path, name: str, **changes: Any) -> str:
+def saved(path, name, **changes):
     torch.manual_seed(4)
     if name == "gemma2":
         Gemma2ForCausalLM(Gemma2Config(**SIZES | changes, sliding_window=32)).save_pretrained(path)
@@ -105,7 +104,7 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     layer: Any = importlib.import_module("bitsandbytes.nn").Linear4bit
     forward = layer.forward
 
-    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+    def counted(self, x):
         calls.append("own")
         product: torch.Tensor = forward(self, x)
         return product

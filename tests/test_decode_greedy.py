@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftsmith.core.sampling import Sampling, generator
-from draftsmith.decode import DecodeStats, DraftModelProposer, Generation, SpeculativeDecoder
+from draftsmith.decode import DecodeStats, DraftModelProposer, SpeculativeDecoder
 from tests.tiny_models import redrawn, stirred
 
 GREEDY = Sampling(temperature=0.0)
@@ -58,7 +58,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [7], [2, 7, 1, 8]]
 NEW_TOKENS = 12
 
 
-def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> PreTrainedModel:
+def tiny(kind, options, seed, vocab=VOCAB):
     options = {k: v for k, v in options.items() if v is not None}
     attention = options.pop("attn_implementation", None)
     special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -69,13 +69,13 @@ def tiny(kind: str, options: dict[str, Any], seed: int, vocab: int = VOCAB) -> P
 
 
 @cache
-def target_of(name: str) -> PreTrainedModel:
+def target_of(name):
     kind, options = ARCHITECTURES[name]
     return tiny(kind, options, seed=1)
 
 
 @cache
-def draft_of(name: str, relation: str) -> PreTrainedModel:
+def draft_of(name, relation):
     target = target_of(name)
     if relation == "itself":
         return target
@@ -86,7 +86,7 @@ def draft_of(name: str, relation: str) -> PreTrainedModel:
 
 
 @cache
-def huggingface_greedy(name: str, row: int, eos: int | None) -> list[int]:
+def huggingface_greedy(name, row, eos):
     model = cast(Any, target_of(name))
     prompt = torch.tensor([PROMPTS[row]])
     options = {
@@ -99,14 +99,12 @@ def huggingface_greedy(name: str, row: int, eos: int | None) -> list[int]:
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
 
-def some_eos(name: str) -> int:
+def some_eos(name):
     """A token that greedy decoding emits in the middle of row 0."""
     return huggingface_greedy(name, 0, None)[NEW_TOKENS // 2]
 
 
-def decode(
-    decoder: SpeculativeDecoder, rows: list[int], eos: tuple[int, ...] = ()
-) -> list[Generation]:
+def decode(decoder, rows, eos=()):
     prompts = [PROMPTS[row] for row in rows]
     generators = [generator(row) for row in rows]
     return decoder.generate(prompts, GREEDY, NEW_TOKENS, generators, eos_ids=eos).generations

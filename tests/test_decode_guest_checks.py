@@ -12,19 +12,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import SpeculativeDecoder, Tree, TreeShape
+from draftsmith.decode import SpeculativeDecoder, Tree
 from draftsmith.decode.kernel_sampling import draw, try_siblings
 from draftsmith.decode.native import kernel
 from draftsmith.decode.propose.protocol import (
-    Outcome,
     Proposal,
     Proposer,
     Session,
-    SessionSetup,
 )
-from draftsmith.decode.tree import Drawing
 from draftsmith.decode.tree_batch import TreeBatch
-from draftsmith.decode.verify import VERIFIERS, Verifier
+from draftsmith.decode.verify import VERIFIERS
 from draftsmith.decode.verify.tree_walk import Verdict
 from tests.tiny_models import random_llama
 
@@ -39,24 +36,24 @@ class Threes(Proposer):
 
     name = "threes"
 
-    def __init__(self, change: Change, drawing: Drawing = "deterministic") -> None:
+    def __init__(self, change, drawing="deterministic"):
         self.change = change
         self.drawing = drawing
 
-    def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
+    def drawings(self, tree):
         return frozenset({self.drawing})
 
-    def start(self, setup: SessionSetup) -> Session:
+    def start(self, setup):
         return ThreesSession(self, TreeBatch.build(cast(Tree, setup.tree), CPU), len(setup.prompts))
 
 
 class ThreesSession(Session):
-    def __init__(self, proposer: Threes, tree: TreeBatch, rows: int) -> None:
+    def __init__(self, proposer, tree, rows):
         self.proposer = proposer
         self.tree = tree
         self.rows = rows
 
-    def propose(self, u_BN: Tensor | None) -> Proposal:
+    def propose(self, u_BN):
         size = self.tree.parents_RN.shape[1]
         tokens_BM = pad(torch.full((self.rows, size), 3), (1, 0), value=-1)
         q_BEV = None
@@ -68,26 +65,26 @@ class ThreesSession(Session):
         )
         return made
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, outcome):
         return
 
-    def select_rows(self, rows: Any) -> None:
+    def select_rows(self, rows):
         self.rows = len(rows)
 
 
-def tokens(change: Callable[[Tensor], Any]) -> Change:
+def tokens(change):
     return lambda proposal: replace(proposal, tokens_BM=change(proposal.tokens_BM))
 
 
-def q(change: Callable[[Tensor], Any]) -> Change:
-    def changed(proposal: Proposal) -> Proposal:
+def q(change):
+    def changed(proposal):
         assert proposal.q_BEV is not None
         return replace(proposal, q_BEV=change(proposal.q_BEV))
 
     return changed
 
 
-def deeper(proposal: Proposal) -> Proposal:
+def deeper(proposal):
     tree = Tree((-1, 0, 1, 2))
     return Proposal(
         TreeBatch.build(tree, CPU), pad(proposal.tokens_BM, (0, 1), value=3), None, "deterministic"
@@ -121,7 +118,7 @@ DRAWN: dict[str, tuple[Change, str]] = {
 }
 
 
-def decode(proposer: Proposer, verifier: str | Verifier, temperature: float) -> list[list[int]]:
+def decode(proposer, verifier, temperature):
     decoder = SpeculativeDecoder(random_llama(2, V), proposer, "chain:3", verifier)
     batch = decoder.generate(PROMPTS, Sampling(temperature=temperature), 6, eos_ids=())
     return [row.output_ids for row in batch.generations]
@@ -129,16 +126,16 @@ def decode(proposer: Proposer, verifier: str | Verifier, temperature: float) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PROPOSALS)
-def test_a_proposal_that_does_not_fit_is_an_error(name, temperature):
+def test_a_proposal_that_does_not_fit_is_an_error(name, temperature, golden):
     change, match = PROPOSALS[name]
-    with pytest.raises(ValueError, match=f"^proposer threes: .*{match}"):
+    with golden.raises(ValueError):
         decode(Threes(change), "exact", temperature)
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_distributions_that_do_not_fit_are_an_error(name):
+def test_distributions_that_do_not_fit_are_an_error(name, golden):
     change, match = DRAWN[name]
-    with pytest.raises(ValueError, match=match):
+    with golden.raises(ValueError):
         decode(Threes(change, "without_replacement"), "mcsd", 1.0)
 
 
@@ -149,8 +146,8 @@ def test_what_fits_is_taken():
             assert len(decode(proposer, "mcsd", temperature)[0]) == 6
 
 
-def own(change: Callable[[Verdict], Any]) -> Verifier:
-    def run(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+def own(change):
+    def run(proposal, p_BMV, u_BU):
         made: Verdict = change(VERIFIERS["exact"].run(proposal, p_BMV, u_BU))
         return made
 
@@ -172,22 +169,22 @@ VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", VERDICTS)
-def test_a_verdict_that_does_not_fit_is_an_error(name, temperature):
+def test_a_verdict_that_does_not_fit_is_an_error(name, temperature, golden):
     change, match = VERDICTS[name]
-    with pytest.raises(ValueError, match=f"^verifier own: .*{match}"):
+    with golden.raises(ValueError):
         decode(Threes(lambda proposal: proposal), own(change), temperature)
 
 
 @pytest.mark.skipif(kernel() is None, reason="no compiled kernel")
-def test_the_kernel_refuses_other_sizes():
+def test_the_kernel_refuses_other_sizes(golden):
     p = torch.full((2, 8), 1 / 8)
     offer = torch.tensor([[1, 2], [3, 8]])
     u = torch.rand(2, 2, dtype=torch.double)
-    with pytest.raises(ValueError, match=r"u: expected torch.float64 \[2, 1\]"):
+    with golden.raises(ValueError):
         draw(p, torch.rand(1))
-    with pytest.raises(ValueError, match=r"q_BV: expected torch.float32 \[2, 8\]"):
+    with golden.raises(ValueError):
         try_siblings(p, torch.full((2, 7), 1 / 7), offer, u)
-    with pytest.raises(ValueError, match=r"u_BK: expected torch.float64 \[2, 2\]"):
+    with golden.raises(ValueError):
         try_siblings(p, p.clone(), offer, u[:, :1])
-    with pytest.raises(IndexError, match="a token outside the vocabulary, 0 to 7"):
+    with golden.raises(IndexError):
         try_siblings(p, p.clone(), offer, u)

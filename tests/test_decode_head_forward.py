@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.core.sampling import Sampling
@@ -25,7 +25,7 @@ from draftsmith.decode.propose.head_proposers import (
 )
 from draftsmith.decode.propose.network import pending_block
 from draftsmith.decode.runner import Block, Runner
-from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
+from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
 from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead, layer_of
@@ -49,7 +49,7 @@ TREE = Block(
 )
 
 
-def target() -> LlamaForCausalLM:
+def target():
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -63,7 +63,7 @@ def target() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def eagle(**options: Any) -> EagleHead:
+def eagle(**options):
     bias = options.pop("bias", False)
     model = target()
     head = EagleHead(
@@ -73,7 +73,7 @@ def eagle(**options: Any) -> EagleHead:
     return varied(head)
 
 
-def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
+def eagle3(draft_vocab_size=VOCABULARY, **options):
     model = target()
     layer = {"intermediate_size": 512, "qk_norm": options.pop("qk_norm", False)}
     layer["num_hidden_layers"] = options.pop("num_layers", 1)
@@ -92,7 +92,7 @@ def eagle3(draft_vocab_size: int = VOCABULARY, **options: Any) -> Eagle3Head:
     return varied(head)
 
 
-def mtp(family: str, hidden_first: bool = False) -> MtpHead:
+def mtp(family, hidden_first=False):
     model = target()
     layer = layer_of(model, family) | {"intermediate_size": 512}
     head = MtpHead(MtpConfig.read(layer, layer=layer, hidden_first=hidden_first), model)
@@ -100,11 +100,11 @@ def mtp(family: str, hidden_first: bool = False) -> MtpHead:
     return varied(head)
 
 
-def block(kind: type[BlockHead], **options: Any) -> BlockHead:
+def block(kind, **options):
     return varied(kind.fresh(target(), num_layers=2, block_size=4, **options))
 
 
-def varied(head: Any) -> Any:
+def varied(head):
     """Norms and biases that are neither one nor zero."""
     torch.manual_seed(2)
     for weight in head.parameters():
@@ -129,7 +129,7 @@ HEADS: dict[str, Callable[[], Any]] = {
 }
 
 
-def outputs(head: Any, fast: bool) -> list[Tensor]:
+def outputs(head, fast):
     """Logits and features of pending tokens and of a tree, behind ragged prompts."""
     model: Any = HeadAsModel(head)
     take_over(head)
@@ -137,7 +137,7 @@ def outputs(head: Any, fast: bool) -> list[Tensor]:
     assert isinstance(runner._lean, EagleForward) == fast
     random = torch.Generator().manual_seed(3)
 
-    def features(*shape: int) -> Tensor:
+    def features(*shape):
         return torch.randn(*shape, HIDDEN, generator=random)
 
     runner.prefill(PROMPTS, 20, features_BTH=features(2, len(PROMPTS[0])))
@@ -167,7 +167,7 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 }
 
 
-def block_states(head: BlockHead, fast: bool) -> Tensor:
+def block_states(head, fast):
     """States of two blocks, behind ragged prompts and tokens of a first step."""
     model: Any = BlockAsModel(head)
     windows = {"full_attention": head.config.window}
@@ -176,7 +176,7 @@ def block_states(head: BlockHead, fast: bool) -> Tensor:
     assert isinstance(runner._lean, BlockHeadForward) == fast
     random = torch.Generator().manual_seed(3)
 
-    def features(count: int) -> Tensor:
+    def features(count):
         return torch.randn(2, count, HIDDEN, generator=random)
 
     runner.prefill(PROMPTS, 20, features_BTH=features(len(PROMPTS[0])))
@@ -262,7 +262,7 @@ def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
     kind = BlockHeadForward if name in BLOCKS else EagleForward
     plain = kind.run
 
-    def counted(self: Any, *inputs: Any, **options: Any) -> Any:
+    def counted(self, *inputs, **options):
         calls.append(inputs[0].shape)
         return plain(self, *inputs, **options)
 

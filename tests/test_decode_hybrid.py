@@ -2,19 +2,17 @@
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode import (
     DraftModelProposer,
-    Generation,
     HeadProposer,
     LookaheadProposer,
     LookupFirst,
@@ -23,7 +21,7 @@ from draftsmith.decode import (
     SpeculativeDecoder,
 )
 from draftsmith.decode.own_cache_runner import OwnCacheRunner
-from draftsmith.decode.propose.protocol import Outcome, Proposal, Session, SessionSetup
+from draftsmith.decode.propose.protocol import Proposal, Session
 from draftsmith.decode.tree import chain
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.drafts.heads.block import DSparkHead
@@ -43,7 +41,7 @@ EVERY = [kind if kind in SOME else pytest.param(kind, marks=pytest.mark.slow) fo
 
 
 @cache
-def own_greedy(kind: str, row: int) -> list[int]:
+def own_greedy(kind, row):
     """Greedy tokens by full forwards without a cache."""
     model = hybrid(kind)
     ids = list(PROMPTS[row])
@@ -54,7 +52,7 @@ def own_greedy(kind: str, row: int) -> list[int]:
     return ids[len(PROMPTS[row]) :]
 
 
-def outputs(kind: str, proposer: Proposer | None, rows: list[int]) -> list[Generation]:
+def outputs(kind, proposer, rows):
     decoder = SpeculativeDecoder(hybrid(kind), proposer)
     prompts = [PROMPTS[row] for row in rows]
     return decoder.generate(prompts, GREEDY, NEW_TOKENS, eos_ids=()).generations
@@ -121,17 +119,17 @@ class Scripted(Proposer):
 
     hidden_layers = (1, -1)
 
-    def __init__(self, kind: str, depth: int = 3) -> None:
+    def __init__(self, kind, depth=3):
         self.kind = kind
         self.depth = depth
         self.accepted = set[int]()
 
-    def start(self, setup: SessionSetup) -> Session:
+    def start(self, setup):
         return ScriptedSession(self, setup)
 
 
 class ScriptedSession(Session):
-    def __init__(self, proposer: Scripted, setup: SessionSetup) -> None:
+    def __init__(self, proposer, setup):
         self.proposer = proposer
         self.tree = TreeBatch.build(chain(proposer.depth), setup.device)
         self.texts = [list(prompt) for prompt in setup.prompts]
@@ -141,7 +139,7 @@ class ScriptedSession(Session):
         self.steps = 0
         self.same(setup.hidden_BTH, [0] * len(self.texts), [len(text) - 1 for text in self.texts])
 
-    def same(self, hidden: Sequence[Tensor], begins: list[int], ends: list[int]) -> None:
+    def same(self, hidden, begins, ends):
         model = hybrid(self.proposer.kind)
         for row, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             ids = torch.tensor([self.texts[row][:end]])
@@ -152,7 +150,7 @@ class ScriptedSession(Session):
                     there = found[row, : end - begin]
                     torch.testing.assert_close(there, expected[0, begin:], atol=2e-4, rtol=1e-4)
 
-    def propose(self, u_BN: Tensor | None) -> Proposal:
+    def propose(self, u_BN):
         self.steps += 1
         drafted = []
         for row, (text, whole) in enumerate(zip(self.texts, self.wholes, strict=True)):
@@ -164,7 +162,7 @@ class ScriptedSession(Session):
             drafted.append([-1, *shown[: len(shown) - len(absent)], *absent])
         return Proposal(self.tree, torch.tensor(drafted), None, "deterministic")
 
-    def commit(self, outcome: Outcome) -> None:
+    def commit(self, outcome):
         begins = [len(text) - 1 for text in self.texts]
         for text, tokens in zip(self.texts, outcome.tokens, strict=True):
             text += tokens
@@ -182,7 +180,7 @@ class ScriptedSession(Session):
         assert all(whole)
         self.same(layers, begins, [len(text) - 1 for text in self.texts])
 
-    def select_rows(self, rows: Sequence[int]) -> None:
+    def select_rows(self, rows):
         self.texts = [self.texts[row] for row in rows]
         self.wholes = [self.wholes[row] for row in rows]
 
@@ -214,16 +212,16 @@ def test_a_state_that_does_not_go_back_is_found(kind, monkeypatch):
     assert generations[0].output_ids != own_greedy(kind, 0)
 
 
-def test_a_tree_is_refused_and_a_chain_is_the_default():
+def test_a_tree_is_refused_and_a_chain_is_the_default(golden):
     target = hybrid("qwen3_next")
     llama = random_llama(7, VOCAB)
     for pair in ((target, DraftModelProposer(llama)), (llama, DraftModelProposer(target))):
         for tree in ("kary:2,2", "eagle2:depth=3,beam=2,nodes=5"):
-            with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*; use chain:\d ") as no:
+            with golden.raises(ValueError) as no:
                 SpeculativeDecoder(*pair, tree)
             assert "\n" not in str(no.value)
         assert SpeculativeDecoder(*pair).tree.is_chain
-    with pytest.raises(ValueError, match=r"Qwen3NextForCausalLM .*use chain"):
+    with golden.raises(ValueError):
         SpeculativeDecoder(target, LookaheadProposer())
 
 
@@ -271,8 +269,7 @@ def test_the_commands_take_a_target_with_a_state(door, draft_dir, prompts_file, 
     target.save_pretrained(tmp_path / "target")
     tiny_tokenizer().save_pretrained(tmp_path / "target")
     words = ["--target", tmp_path / "target", "--draft", draft_dir, "--max_new_tokens", 6]
-    err = door.refused("decode", *words, "--prompt", "The quick", "--tree", "kary:2,2")
-    assert "has layers of type 'linear_attention'" in err and "use chain:2" in err
+    door.refused("decode", *words, "--prompt", "The quick", "--tree", "kary:2,2")
     out, _ = door.ok("decode", *words, "--prompt", "The quick", "--json")
     assert json.loads(out.splitlines()[-1])["tree"] == "chain:4"
     plan = tmp_path / "plan.json"

@@ -5,7 +5,6 @@ Counted on a CPU, at the calls of torch that compute; a GPU runs each of them as
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,17 +34,17 @@ OTHERS = {
 class Kernels(TorchFunctionMode):
     """Counts calls whose result is neither a view of an argument nor empty."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count: Counter[str] = Counter()
 
     def __torch_function__(
         self,
-        function: Any,
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
+        function,
+        types,
+        args=(),
+        kwargs=None,
+    ):
         options = kwargs or {}
         result = function(*args, **options)
         name = function.__name__
@@ -58,7 +57,7 @@ class Kernels(TorchFunctionMode):
         return result
 
 
-def of_a_layer(of_model: Callable[[int], Counter[str]]) -> dict[str, int]:
+def of_a_layer(of_model):
     return dict(of_model(3) - of_model(2))
 
 
@@ -69,8 +68,8 @@ def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
     """A norm of bf16 is two: it scales after rounding."""
     counts: list[Counter[str]] = []
 
-    def counted(function: Callable[..., Any], *_: object) -> Callable[..., Any]:
-        def step(tensors: Sequence[Tensor]) -> Any:
+    def counted(function, *_):
+        def step(tensors):
             with Kernels() as kernels:
                 outputs = function(tensors)
             counts.append(kernels.count)
@@ -80,7 +79,7 @@ def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
 
     monkeypatch.setattr(steps, "_compiled", counted)
 
-    def of_model(layers: int) -> Counter[str]:
+    def of_model(layers):
         target = random_llama(0, 32, hidden=32, layers=layers).to(dtype)
         decoder = SpeculativeDecoder(target, compile="eager")
         decoder.generate([[1]], max_new_tokens=2, eos_ids=())
@@ -93,7 +92,7 @@ def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
 def test_a_layer_of_a_compiled_step_has_these_kernels():
     """Seven products, attention, two norms, rotation with the cache, and the gate."""
 
-    def of_model(layers: int) -> Counter[str]:
+    def of_model(layers):
         torch._dynamo.reset()
         decoder = SpeculativeDecoder(
             random_llama(0, 32, hidden=32, layers=layers), compile="inductor"

@@ -68,7 +68,7 @@ HIDDEN = (0, 1, 2, 3, -1)
 TREE = Tree((-1, -1, 0, 0, 1))
 
 
-def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+def build(name, dtype=torch.float32, **changes):
     kind, options = MODELS[name]
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, **SIZES | options | changes)
@@ -83,12 +83,12 @@ def build(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreT
     return model
 
 
-def runner(model: PreTrainedModel, fast: bool) -> Runner:
+def runner(model, fast):
     take_over(model)
     return Runner(model, ability(model).windows, 128, packs_of(model) if fast else None)
 
 
-def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
+def tree_block(tree, rows=1, static=None):
     arrays = TreeBatch.build(tree, torch.device("cpu"))
     offsets_RM = nn.functional.pad(arrays.depths_RN, (1, 0))
     return Block(
@@ -98,7 +98,7 @@ def tree_block(tree: Tree, rows: int = 1, static: bool | None = None) -> Block:
     )
 
 
-def walk(run: Runner, lengths: list[int], rows_of_block: int, keep_logits: int = 0) -> list[Tensor]:
+def walk(run, lengths, rows_of_block, keep_logits=0):
     """Logits and hidden states of a prefill, a tree step, a step behind the kept path, and a single
     token.
     """
@@ -123,7 +123,7 @@ def walk(run: Runner, lengths: list[int], rows_of_block: int, keep_logits: int =
     return seen
 
 
-def assert_close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> None:
+def assert_close(ours, theirs, tolerance):
     assert len(ours) == len(theirs)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.shape == other.shape
@@ -198,12 +198,12 @@ def test_a_prompt_in_pieces_is_the_prompt(name, fast, monkeypatch):
     assert_close(walk(runner(model, fast), [21, 9], 1), whole, 1e-4)
 
 
-def walk_quietly(model: PreTrainedModel, fast: bool) -> list[Tensor]:
+def walk_quietly(model, fast):
     with torch.inference_mode():
         return walk(runner(model, fast), [9], 1)
 
 
-def tiny_gpt2() -> PreTrainedModel:
+def tiny_gpt2():
     torch.manual_seed(3)
     model = GPT2LMHeadModel(
         GPT2Config(vocab_size=VOCABULARY, n_positions=128, n_embd=32, n_layer=3, n_head=4)
@@ -216,7 +216,7 @@ class Custom(LlamaForCausalLM):
     """Somebody's own model with a familiar base."""
 
 
-def of_family(kind: str, **options: Any) -> PreTrainedModel:
+def of_family(kind, **options):
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **SIZES | options)
     )

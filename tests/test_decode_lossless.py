@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import PreTrainedModel
 
 import draftsmith.decode.propose.static_tree
 from draftsmith.core.sampling import Sampling, draw_with_replacement, generator, probs
@@ -25,7 +23,6 @@ from draftsmith.decode import (
     PROPOSERS,
     VERIFIERS,
     DraftModelProposer,
-    Generation,
     HeadProposer,
     LookaheadProposer,
     LookupFirst,
@@ -61,22 +58,22 @@ SAMPLINGS = {
 
 
 @cache
-def llama(seed: int, vocabulary: int = VOCAB, layers: int = 2) -> PreTrainedModel:
+def llama(seed, vocabulary=VOCAB, layers=2):
     return random_llama(
         seed, vocabulary, hidden=8, layers=layers, heads=1, positions=48, spread=0.45
     )
 
 
-def head(kind: str, **options: Any) -> HeadProposer:
+def head(kind, **options):
     fresh: Callable[..., Head] = HEADS[kind].fresh
     return HeadProposer(stirred(fresh(llama(2), **options).eval(), 0.25, seed=11))
 
 
-def block(kind: str, **options: Any) -> HeadProposer:
+def block(kind, **options):
     return head(kind, num_layers=2, block_size=4, target_layers=[0, 1], **options)
 
 
-def retrieval() -> RetrievalProposer:
+def retrieval():
     noise = torch.Generator().manual_seed(5)
     index = SuffixIndex.build(
         [torch.randint(VOCAB, (60,), generator=noise).tolist() for _ in range(3)]
@@ -84,7 +81,7 @@ def retrieval() -> RetrievalProposer:
     return RetrievalProposer(index)
 
 
-def of_another_vocabulary() -> DraftModelProposer:
+def of_another_vocabulary():
     """A draft of seven tokens that shares four with the target; the target's token 2 is two of its
     own.
     """
@@ -93,20 +90,20 @@ def of_another_vocabulary() -> DraftModelProposer:
     return DraftModelProposer(draft)
 
 
-def of_a_part() -> DraftModelProposer:
+def of_a_part():
     """A draft with output rows for three of the five tokens."""
     draft = copy.deepcopy(llama(7))
     trim(draft, torch.tensor([0, 2, 3]))
     return DraftModelProposer(draft)
 
 
-def words() -> VocabularyMap:
+def words():
     """Token 2 of the target is two tokens of the draft."""
     shared = torch.tensor([2, 0, 5, 6]), torch.tensor([0, 1, 3, 4])
     return VocabularyMap(*shared, ((2,), (0,), (1, 4), (5,), (6,)), VOCAB)
 
 
-def lookup_first(variant: str) -> LookupFirst:
+def lookup_first(variant):
     drafting = VARIANTS[variant]()
     assert isinstance(drafting, NetworkProposer)
     return LookupFirst(drafting, alone=3, beside=True)
@@ -170,18 +167,18 @@ Row = tuple[str, str, list[int]]
 
 
 @cache
-def proposer(variant: str) -> Proposer:
+def proposer(variant):
     return VARIANTS[variant]()
 
 
-def decoder(variant: str, tree: str, verifier: str) -> SpeculativeDecoder:
+def decoder(variant, tree, verifier):
     drafting = proposer(variant)
     shape = drafting.default_tree() if isinstance(drafting, LookaheadProposer) else tree
     return SpeculativeDecoder(llama(2), drafting, shape, verifier)
 
 
 @cache
-def valid(variant: str) -> list[tuple[str, str]]:
+def valid(variant):
     """The pairs of tree and verifier that this proposer takes; a refusal is one line with a
     reason.
     """
@@ -197,12 +194,12 @@ def valid(variant: str) -> list[tuple[str, str]]:
 
 
 @cache
-def covering_array() -> list[tuple[str, str, str, int]]:
+def covering_array():
     """Rows (variant, tree, verifier, batch) that hold every valid pair of two values, chosen
     greedily.
     """
 
-    def pairs(row: tuple[object, ...]) -> set[Any]:
+    def pairs(row):
         return set(itertools.combinations(enumerate(row), 2))
 
     rows = {
@@ -219,7 +216,7 @@ def covering_array() -> list[tuple[str, str, str, int]]:
     return chosen
 
 
-def rows_of(variant: str) -> list[Row]:
+def rows_of(variant):
     return [
         (tree, verifier, BATCHES[batch])
         for v, tree, verifier, batch in covering_array()
@@ -227,7 +224,7 @@ def rows_of(variant: str) -> list[Row]:
     ]
 
 
-def run(made: SpeculativeDecoder, rows: list[int], sampling: Sampling) -> list[Generation]:
+def run(made, rows, sampling):
     batch = made.generate(
         [PROMPTS[r] for r in rows], sampling, NEW_TOKENS, [generator(r) for r in rows]
     )
@@ -235,9 +232,9 @@ def run(made: SpeculativeDecoder, rows: list[int], sampling: Sampling) -> list[G
 
 
 @cache
-def own_greedy(row: int) -> list[int]:
+def own_greedy(row):
     prompt = torch.tensor([PROMPTS[row]])
-    output = llama(2).generate(  # type: ignore[operator]
+    output = llama(2).generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
         do_sample=False,
@@ -258,7 +255,7 @@ FEWER_TREES = {
 }
 
 
-def allowed(variant: str) -> set[tuple[str, str]]:
+def allowed(variant):
     """The pairs of tree and verifier that a proposer should take by the table of rules."""
     copies = variant in PROPOSERS and not PROPOSERS[variant].draws
     pairs = set()
@@ -380,9 +377,7 @@ def test_greedy_steps_on_the_host_are_those_of_tensors(variant, monkeypatch):
             assert run(SpeculativeDecoder(llama(2), drafting, shape, rule), rows, GREEDY) == found
 
 
-def statistic(
-    made: SpeculativeDecoder, sampling: Sampling, draws: int = DRAWS, significance: float = 1e-5
-) -> float:
+def statistic(made, sampling, draws=DRAWS, significance=1e-5):
     """Chi-square of decoded rows against the exact distribution over its critical value; inf if
     impossible.
     """
@@ -393,7 +388,7 @@ def statistic(
 
 
 # The fast tests hold every verifier and nearly every proposer once; the slow ones every pair.
-def is_quick(variant: str, verifier: str) -> bool:
+def is_quick(variant, verifier):
     """Whether the fast tests hold it."""
     others = ("draft,", "several", "dspark", "jetspec", "lookahead", "prompt_lookup, then")
     return variant == "draft" or verifier == "exact" and not variant.startswith(others)
@@ -502,9 +497,9 @@ def test_a_broken_rule_is_rejected(monkeypatch):
         # Drawn nodes pruned afterwards, the improbable first.
         whole = draftsmith.decode.propose.static_tree.StaticTreeSession._proposal
 
-        def pruned(self: object, tokens_BM: Tensor, *rest: object) -> object:
+        def pruned(self, tokens_BM, *rest):
             kept = tokens_BM.masked_fill(tokens_BM % 2 == 0, -1)
-            return whole(self, kept, *rest)  # type: ignore[arg-type]
+            return whole(self, kept, *rest)
 
         patch.setattr(draftsmith.decode.propose.static_tree.StaticTreeSession, "_proposal", pruned)
         assert statistic(made, SAMPLED, 8_000) > 1.5
@@ -530,7 +525,7 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     session = draftsmith.decode.propose.static_tree.StaticTreeSession
     whole = session._proposal
 
-    def looking_ahead(self: Any, tokens_BM: Tensor, *rest: Any) -> Any:
+    def looking_ahead(self, tokens_BM, *rest):
         network = self.network
         above_BD = torch.cat([network.roots_B1, tokens_BM[:, 1:-1]], dim=1)
         sure_BD = torch.cat(
@@ -544,9 +539,7 @@ def test_a_confidence_may_only_use_what_precedes_its_token(monkeypatch):
     assert statistic(made, SAMPLED, 8_000) > 1.5
 
 
-def pair_of(
-    variant: str, tree: str, verifier: str, backend: str
-) -> tuple[SpeculativeDecoder, SpeculativeDecoder]:
+def pair_of(variant, tree, verifier, backend):
     """A decoder that compiles its steps, and one that does not."""
     proposer, other = VARIANTS[variant](), VARIANTS[variant]()
     shape = proposer.default_tree() if isinstance(proposer, LookaheadProposer) else tree
@@ -556,11 +549,11 @@ def pair_of(
     )
 
 
-def told(generations: list[Generation]) -> list[Any]:
+def told(generations):
     return [(each.output_ids, each.from_draft, each.stats) for each in generations]
 
 
-def check_as_without(variant: str, tree: str, verifier: str) -> None:
+def check_as_without(variant, tree, verifier):
     static, eager = pair_of(variant, tree, verifier, "inductor")
     for sampling in (GREEDY, SAMPLED):
         # Rows leave the batch in the first call; the second is another batch in the same memory.
@@ -620,9 +613,7 @@ def test_every_step_is_one_graph(variant):
         check_one_graph(variant, SHORT[tree], verifier, backend, SAMPLED)
 
 
-def check_one_graph(
-    variant: str, tree: str, verifier: str, backend: str, sampling: Sampling
-) -> None:
+def check_one_graph(variant, tree, verifier, backend, sampling):
     torch._dynamo.reset()
     counters.clear()
     static, eager = pair_of(variant, tree, verifier, backend)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from torch import Tensor
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -23,12 +22,10 @@ from transformers import (
     LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
-    PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from draftsmith.core.errors import InputError
 from draftsmith.decode import (
     llama_forward as forward_module,
     native,
@@ -120,7 +117,7 @@ def test_equals_the_plain_layer_within_rounding(rows, inputs, outputs, dtype, bi
     assert torch.equal(matrix.rows(torch.arange(outputs)), weight)
 
 
-def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+def same_numbers(a, b):
     """To the bit, but for the sign and payload of NaN."""
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(
         a.nan_to_num(nan=1).view(torch.int32), b.nan_to_num(nan=1).view(torch.int32)
@@ -172,15 +169,15 @@ def test_tiles_multiply_as_exactly_as_fp32(tiles, outputs, inputs):
 
 
 def check_product(
-    matrix: PackedMatrix,
-    weight: Tensor,
-    bias: Tensor,
-    rows: int,
-    generator: torch.Generator,
+    matrix,
+    weight,
+    bias,
+    rows,
+    generator,
     *,
-    taken: torch.dtype = torch.float32,
-    tolerance: float,
-) -> None:
+    taken=torch.float32,
+    tolerance,
+):
     """Compare the product of so many rows, each alone too, with that of rows rounded to `taken`."""
     outputs, inputs = weight.shape
     # Rows of many sizes, and elements of many sizes in a row.
@@ -196,7 +193,7 @@ def check_product(
     assert torch.equal(torch.cat(alone), got)
 
 
-def _rows(x: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+def _rows(x, other):
     others = [None] * len(x) if other is None else list(other.split(1))
     return list(zip(x.split(1), others, strict=True))
 
@@ -380,9 +377,9 @@ def test_is_built_once_and_kept(monkeypatch):
     calls: list[list[str]] = []
     run = subprocess.run
 
-    def counting(command: list[str], **options: object) -> object:
+    def counting(command, **options):
         calls.append(command)
-        return run(command, **options)  # type: ignore[call-overload]
+        return run(command, **options)
 
     monkeypatch.setattr(subprocess, "run", counting)
     assert isinstance(native._kernel_or_reason.__wrapped__(), Kernel)
@@ -390,10 +387,10 @@ def test_is_built_once_and_kept(monkeypatch):
 
 
 @built
-def test_structures_that_differ_are_not_used(monkeypatch):
+def test_structures_that_differ_are_not_used(monkeypatch, golden):
     monkeypatch.setattr(structures, "SHARED", structures.SHARED[::-1])
     reason = native._kernel_or_reason.__wrapped__()
-    assert str(reason).endswith("model.h and structures.py differ")
+    golden(str(reason))
 
 
 @pytest.mark.slow
@@ -455,7 +452,7 @@ def test_a_library_that_another_user_could_have_written_is_not_loaded(
 
 
 def test_a_user_without_a_home_decodes_without_a_cache(compiler, monkeypatch):
-    def homeless() -> Path:
+    def homeless():
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -463,7 +460,7 @@ def test_a_user_without_a_home_decodes_without_a_cache(compiler, monkeypatch):
     assert native._load(compiler)._name.startswith(tempfile.gettempdir())
 
 
-def test_the_compiler_says_why_it_cannot_build(tmp_path, monkeypatch):
+def test_the_compiler_says_why_it_cannot_build(tmp_path, monkeypatch, golden):
     compiler = tmp_path / "cc"
     compiler.write_text(
         '#!/bin/sh\n[ "$1" = --version ] || { echo "ld: no -lgomp\n" >&2; exit 1; }\n'
@@ -471,7 +468,7 @@ def test_the_compiler_says_why_it_cannot_build(tmp_path, monkeypatch):
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert native._kernel_or_reason.__wrapped__() == f"{compiler} cannot build it: ld: no -lgomp"
+    golden(native._kernel_or_reason.__wrapped__())
 
 
 @pytest.mark.parametrize(
@@ -492,9 +489,9 @@ def test_without_a_compiler_there_is_none(variables, reason, tmp_path, monkeypat
 
 
 @built
-def test_a_wrong_library_is_not_used(monkeypatch):
+def test_a_wrong_library_is_not_used(monkeypatch, golden):
     monkeypatch.setattr(native, "_is_right", lambda made: False)
-    assert "built it wrongly" in str(native._kernel_or_reason.__wrapped__())
+    golden(str(native._kernel_or_reason.__wrapped__()))
 
 
 # Heads that fill no vector, that fill several, and one key/value head for all.
@@ -579,8 +576,11 @@ MODELS: dict[str, Any] = {
 }
 
 
+OTHER_FAMILIES = ["gemma3", "gemma2", "opt", "neox"]
+
+
 @torch.inference_mode(False)
-def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+def build(name, dtype=torch.float32):
     torch.manual_seed(len(name))
     model, config, changes = MODELS[name]
     sizes = {
@@ -614,7 +614,7 @@ def whole(monkeypatch, library):
     calls: list[int] = []
     run = KernelForward.run
 
-    def counted(self: KernelForward, *values: Any, **named: Any) -> tuple[Tensor, list[Tensor]]:
+    def counted(self, *values, **named):
         calls.append(values[0].numel())
         return run(self, *values, **named)
 
@@ -622,7 +622,7 @@ def whole(monkeypatch, library):
     yield calls
 
 
-def chain(count: int) -> Block:
+def chain(count):
     sees = torch.ones(1, count, count, dtype=torch.bool).tril()
     return Block(torch.arange(count).unsqueeze(0), sees, static=True)
 
@@ -637,7 +637,7 @@ TREE = Block(
 )
 
 
-def runner(model: PreTrainedModel, prompts: list[list[int]]) -> Runner:
+def runner(model, prompts):
     take_over(model)
     made = Runner(model, ability(model).windows, 256, packs_of(model))
     made.prefill(prompts, 40)
@@ -651,7 +651,7 @@ def test_equals_tensor_operations(whole, monkeypatch, name):
     prompts = [list(range(1, 38)), list(range(2, 21))]
     tokens = torch.tensor([[5, 6, 7, 8, 9], [10, 11, 12, 13, 14]])
 
-    def outputs() -> list[Tensor]:
+    def outputs():
         found = []
         run = runner(model, prompts)
         for kept in (0, 2):
@@ -673,48 +673,55 @@ def test_equals_tensor_operations(whole, monkeypatch, name):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_a_prompt_has_the_same_bits_alone_and_among_many(whole, monkeypatch, name):
-    """A batch of prompts is read a few rows at a time: here two of 29 tokens."""
-    monkeypatch.setattr(forward_module, "MOST_TOKENS", 60)
+def test_a_row_has_the_same_bits_in_any_company(whole, monkeypatch, name):
+    """A prompt alone and among many, a token alone and in a tree, read whole and a few rows at a
+    time, by any number of threads.
+    """
     model = build(name)
-    prompts = [list(range(first, first + 29)) for first in range(1, 6)]
-    runner(model, prompts).open()
-    assert whole == [2 * 29, 2 * 29, 29]
+    prompts = [list(range(first, first + 7 * first)) for first in range(1, 6)]
+    tokens = torch.arange(25).view(5, 5)
+    after = torch.full((5, 1), 6)
 
-    def last(rows: list[list[int]]) -> Tensor:
-        run = runner(model, rows)
+    def outputs(rows, pieces=None):
+        """Of the tree's path 0, 2, 4, and of a token behind it, when the path has moved up."""
+        run = runner(model, [prompts[row] for row in rows])
         run.open()
-        logits, _ = run.forward(torch.tensor([[7]] * len(rows)), chain(1))
-        return logits
+        if pieces is None:
+            logits, states = run.forward(tokens[rows], TREE, keep_logits=5, hidden_layers=(1, -1))
+            found = [each[:, [0, 2, 4]] for each in (logits, *states)]
+            run.keep([[0, 2, 4]] * len(rows))
+        else:
+            parts = []
+            for piece in pieces:
+                logits, states = run.forward(
+                    tokens[rows][:, piece], chain(len(piece)), hidden_layers=(1, -1)
+                )
+                parts.append((logits, *states))
+                run.keep([list(range(len(piece)))] * len(rows))
+                run.open()
+            found = [torch.cat(each, dim=1) for each in zip(*parts, strict=True)]
+        run.open()
+        return [*found, run.forward(after[rows], chain(1))[0]]
 
-    together = last(prompts)
-    for row, prompt in enumerate(prompts):
-        assert torch.equal(together[row], last([prompt])[0])
+    every = list(range(5))
+    together = outputs(every)
+    assert whole == [5 * 35, 25, 5]
+    assert same(outputs(every, [[0], [2, 4]]), together)
+    before = torch.get_num_threads()
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert same(outputs(every), together)
+    torch.set_num_threads(before)
+    monkeypatch.setattr(forward_module, "MOST_TOKENS", 12 if name in OTHER_FAMILIES else 70)
+    del whole[:]
+    assert same(outputs(every), together)
+    assert len(whole) > 4
+    for row in every:
+        assert same(outputs([row]), [each[row : row + 1] for each in together])
 
 
-@pytest.mark.parametrize("name", MODELS)
-@torch.inference_mode()
-def test_a_token_has_the_same_bits_alone_and_in_a_tree(whole, name):
-    model = build(name)
-    prompt, tokens = list(range(1, 30)), [4, 9, 7, 2, 8]
-    alone, together = runner(model, [prompt]), runner(model, [prompt])
-    together.open()
-    tree, _ = together.forward(torch.tensor([tokens]), TREE)
-    one_by_one = []
-    for node in (0, 2, 4):
-        alone.open()
-        logits, _ = alone.forward(torch.tensor([[tokens[node]]]), chain(1))
-        alone.keep([[0]])
-        one_by_one.append(logits[0, 0])
-    assert torch.equal(torch.stack(one_by_one), tree[0, [0, 2, 4]])
-    # After the path has moved up in the cache, too.
-    together.keep([[0, 2, 4]])
-    together.open()
-    alone.open()
-    next_token = torch.tensor([[6]])
-    assert torch.equal(
-        together.forward(next_token, chain(1))[0], alone.forward(next_token, chain(1))[0]
-    )
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -725,7 +732,7 @@ def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
     model = build(name)
     prompt, tokens = [place % 80 for place in range(150)], torch.arange(35).unsqueeze(0)
 
-    def outputs(pieces: list[Tensor]) -> Tensor:
+    def outputs(pieces):
         run, found = runner(model, [prompt]), []
         for piece in pieces:
             run.open()
@@ -739,31 +746,6 @@ def test_many_queries_behind_a_long_cache(whole, monkeypatch, name):
     monkeypatch.setattr(LeanForward, "_embedding_table", lambda *_: None)
     torch.testing.assert_close(outputs([tokens]), together, atol=2e-4, rtol=1e-4)
     assert len(whole) == 6
-
-
-OTHER_FAMILIES = ["gemma3", "gemma2", "opt", "neox"]
-
-
-@pytest.mark.parametrize("name", OTHER_FAMILIES)
-@torch.inference_mode()
-def test_many_rows_are_forwarded_a_few_at_a_time(whole, monkeypatch, name):
-    model = build(name)
-    prompts = [list(range(first, first + 7 * first)) for first in range(1, 6)]
-    tokens = torch.arange(25).view(5, 5)
-
-    def outputs() -> list[Tensor]:
-        run = runner(model, prompts)
-        run.open()
-        logits, states = run.forward(tokens, TREE, keep_logits=3, hidden_layers=(1, -1))
-        return [logits, *states]
-
-    together = outputs()
-    monkeypatch.setattr(forward_module, "MOST_TOKENS", 12)
-    del whole[:]
-    apart = outputs()
-    assert whole[-3:] == [10, 10, 5]
-    for one, other in zip(together, apart, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
@@ -803,50 +785,35 @@ def test_a_taken_over_model_gives_its_own_weights(whole, name):
 
 
 @torch.inference_mode()
-def test_a_position_without_an_embedding_is_refused(whole):
+def test_a_position_without_an_embedding_is_refused(whole, golden):
     run = runner(build("opt"), [[1, 2, 3]])
     run.limit = None
     run.lengths = [256]
     run.cache.capacity = 257
     run.cache._stores[0].grow(1, 257)
     run.open()
-    with pytest.raises(IndexError, match="a position beyond the learned ones"):
+    with golden.raises(IndexError):
         run.forward(torch.tensor([[1]]), chain(1))
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize(
-    ("tokens", "match"),
+    "tokens",
     [
-        (torch.zeros(1, 5, dtype=torch.long), r"positions_Rq: expected torch.int64 \[1, 5\]"),
-        (torch.zeros(1, 2, dtype=torch.int), r"tokens_Bq: expected torch.int64 \[1, 2\] on cpu"),
-        (torch.zeros(2, 2, dtype=torch.long), r"keys_LBHCE: expected .* \[3, 2, "),
+        torch.zeros(1, 5, dtype=torch.long),
+        torch.zeros(1, 2, dtype=torch.int),
+        torch.zeros(2, 2, dtype=torch.long),
     ],
 )
-def test_wrong_sizes_are_errors(whole, tokens, match):
+def test_wrong_sizes_are_errors(whole, tokens, golden):
     run = runner(build("one group"), [[1, 2, 3]])
     run.open()
-    with pytest.raises(InputError, match=match):
+    with golden.raises():
         run.forward(tokens, chain(2))
     run.lengths = [run.cache.capacity]
     run.open()
-    with pytest.raises(InputError, match="slots are needed, and there are"):
+    with golden.raises():
         run.forward(torch.zeros(1, 2, dtype=torch.long), chain(2))
-
-
-@torch.inference_mode()
-def test_threads_do_not_change_the_bits(whole):
-    run = runner(build("one group"), [list(range(1, 38))])
-    before = torch.get_num_threads()
-    found = []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            run.open()
-            found.append(run.forward(torch.tensor([[5, 6, 7, 8, 9]]), TREE)[0])
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
 
 
 @torch.inference_mode()
@@ -870,9 +837,9 @@ def test_what_is_not_a_number_stays_none_and_large_numbers_are_right(whole):
 
 
 @torch.inference_mode()
-def test_a_token_outside_the_vocabulary_is_refused(whole):
+def test_a_token_outside_the_vocabulary_is_refused(whole, golden):
     run = runner(build("tied"), [[1, 2, 3]])
     for token in (83, -1):
         run.open()
-        with pytest.raises(IndexError, match="a token outside 0..82"):
+        with golden.raises(IndexError):
             run.forward(torch.tensor([[token]]), chain(1))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
     AutoConfig,
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def sixteen_bit_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def sixteen_bit_model(kind, dtype=torch.bfloat16):
     """A model in fp32 whose values 16 bits hold."""
     torch.manual_seed(3)
     model: PreTrainedModel
@@ -61,14 +60,14 @@ def sixteen_bit_model(kind: str, dtype: torch.dtype = torch.bfloat16) -> PreTrai
     return model
 
 
-def decoded(model: PreTrainedModel, fast: bool = True) -> list[int]:
+def decoded(model, fast=True):
     out = SpeculativeDecoder(model, fast=fast).generate(
         [[1, 2, 3]], Sampling(temperature=0.0), 12, eos_ids=()
     )
     return out.generations[0].output_ids
 
 
-def state(model: nn.Module) -> dict[str, Tensor]:
+def state(model):
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
@@ -136,7 +135,7 @@ def test_a_weight_is_freed_before_the_next_is_packed(kind, monkeypatch):
     weights = [weakref.ref(each) for each in model.parameters() if each.ndim == 2]
     left = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given):
         left.append(sum(weight() is not None for weight in weights))
         return PackedMatrix(*given)
 
@@ -205,7 +204,7 @@ def test_layers_that_another_thread_packed_meanwhile_are_found():
     assert [each.result() for each in together] == [wanted] * 4
 
 
-def scaled_model(kind: str) -> PreTrainedModel:
+def scaled_model(kind):
     """A model whose embedding, its output projection too, is scaled."""
     torch.manual_seed(3)
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.core.sampling import Sampling
@@ -27,7 +27,7 @@ PROMPTS = [list(range(5, 45)), list(range(30, 36))]
 GREEDY = Sampling(temperature=0.0)
 
 
-def target(dtype: torch.dtype = torch.float32, bias: bool = False) -> Any:
+def target(dtype=torch.float32, bias=False):
     """A target with weights that bf16 holds."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -45,7 +45,7 @@ def target(dtype: torch.dtype = torch.float32, bias: bool = False) -> Any:
     return model.bfloat16().to(dtype).eval()
 
 
-def heads(kind: str, model: Any, **options: Any) -> Any:
+def heads(kind, model, **options):
     """Heads with weights of their own, that bf16 holds. Logits are capped."""
     config = HeadsConfig(
         kind=kind, hidden_size=HIDDEN, vocab_size=VOCABULARY, num_heads=HEADS, **options
@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def inputs(head: Any, number: int, rows: int) -> Tensor:
+def inputs(head, number, rows):
     random = torch.Generator().manual_seed(3)
     features_BeH = torch.randn(rows, 4, HIDDEN, generator=random)
     if isinstance(head, MedusaHeads):
@@ -120,7 +120,7 @@ def test_heads_run_as_deep_as_the_tree_and_change_nothing(monkeypatch, name, tre
     calls = []
     plain = ParallelHeads.logits_of
 
-    def counted(self: ParallelHeads, number: int, inputs: Tensor) -> Tensor:
+    def counted(self, number, inputs):
         packed = [isinstance(each, PackedLinear) for each in self.modules()]
         assert sum(packed) >= HEADS
         calls.append((number, inputs.shape[1]))

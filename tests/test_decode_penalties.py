@@ -3,20 +3,17 @@ drafts.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import LlamaForCausalLM
 
 import draftsmith as ds
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode import (
     DraftModelProposer,
-    Generation,
     HeadProposer,
     LookupFirst,
     PromptLookupProposer,
@@ -39,9 +36,7 @@ PENALTIES: dict[str, dict[str, Any]] = {
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3, 1]
 
 
-def penalised(
-    logits_V: Tensor, prompt: Sequence[int], answer: Sequence[int], penalty: dict[str, Any]
-) -> Tensor:
+def penalised(logits_V, prompt, answer, penalty):
     """One token after another, as the definition reads."""
     logits_V = logits_V.clone()
     for token in {*prompt, *answer}:
@@ -54,12 +49,12 @@ def penalised(
 
 
 @cache
-def target() -> LlamaForCausalLM:
+def target():
     return tiny_llama(0, layers=3)
 
 
 @cache
-def own(name: str, row: int) -> list[int]:
+def own(name, row):
     answer: list[int] = []
     for _ in range(TOKENS):
         ids = torch.tensor([PROMPTS[row] + answer])
@@ -69,7 +64,7 @@ def own(name: str, row: int) -> list[int]:
     return answer
 
 
-def draft() -> DraftModelProposer:
+def draft():
     return DraftModelProposer(near(target(), 0.1, 5))
 
 
@@ -105,7 +100,7 @@ def test_the_reference_is_transformers():
         assert output[0, len(prompt) :].tolist() == own("repetition", row)
 
 
-def decoded(decoder: SpeculativeDecoder, name: str) -> list[Generation]:
+def decoded(decoder, name):
     sampling = Sampling(temperature=0.0, **PENALTIES[name])
     return decoder.generate(PROMPTS, sampling, TOKENS, eos_ids=()).generations
 
@@ -164,7 +159,7 @@ def test_sampled_outputs_follow_the_penalised_target(tree, verifier):
         assert chi_square(counts, torch.tensor(exact)) > 1
 
 
-def test_a_target_has_its_own_and_options_override_them(target_dir):
+def test_a_target_has_its_own_and_options_override_them(target_dir, golden):
     pair = ds.load_pair(target_dir, device="cpu", dtype="float32")
     plain = pair.generate("The quick", max_new_tokens=24, ignore_eos=True).output_ids
     given = pair.generate(
@@ -176,7 +171,7 @@ def test_a_target_has_its_own_and_options_override_them(target_dir):
         "The quick", max_new_tokens=24, ignore_eos=True, repetition_penalty=1.0
     ).output_ids
     assert plain == off != given == taken
-    with pytest.raises(ds.InputError, match="^repetition_penalty: "):
+    with golden.raises(ds.InputError):
         pair.generate("a", repetition_penalty=0.0)
 
 

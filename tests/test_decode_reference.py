@@ -5,7 +5,6 @@ and above temperature 0 its calls are as long with the same probability. Worlds 
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -33,14 +32,12 @@ WIDTHS = [(1, 1, 1), (2, 2), (3, 1)]
 
 @cache
 @torch.inference_mode()
-def after(is_target: bool, text: tuple[int, ...], sampling: Sampling) -> Tensor:
+def after(is_target, text, sampling):
     model = TARGET if is_target else DRAFT
     return probs(model(input_ids=torch.tensor([text])).logits[0, -1], sampling)
 
 
-def steps_of_reference(
-    prompt: list[int], widths: Sequence[int], sampling: Sampling, new: int, seed: int
-) -> list[tuple[int, ...]]:
+def steps_of_reference(prompt, widths, sampling, new, seed):
     return reference.decode(
         target=lambda text: after(True, tuple(text), sampling),
         draft=lambda text: after(False, tuple(text), sampling),
@@ -51,9 +48,7 @@ def steps_of_reference(
     )
 
 
-def steps_of_decoder(
-    prompts: list[list[int]], widths: Sequence[int], sampling: Sampling, new: int, verifier: str
-) -> list[list[tuple[int, ...]]]:
+def steps_of_decoder(prompts, widths, sampling, new, verifier):
     """The tokens of each target call, by prompt."""
     steps: list[list[tuple[int, ...]]] = [[] for _ in prompts]
     SpeculativeDecoder(TARGET, DraftModelProposer(DRAFT), list(widths), verifier).generate(
@@ -66,7 +61,7 @@ def steps_of_decoder(
     return steps
 
 
-def chi_square_of_reference(widths: Sequence[int]) -> float:
+def chi_square_of_reference(widths):
     outputs = []
     for seed in range(DRAWS):
         steps = steps_of_reference(PROMPT, widths, SAMPLED, 3, seed)
@@ -92,9 +87,7 @@ def test_a_broken_reference_is_rejected(monkeypatch, name, broken):
     assert chi_square_of_reference((2, 2)) > 1.5
 
 
-def most_probable_tree(
-    draft: reference.Model, text: list[int], widths: Sequence[int], _: torch.Generator
-) -> tuple[dict[reference.Branch, list[int]], dict[reference.Branch, Tensor]]:
+def most_probable_tree(draft, text, widths, _):
     """`reference.draft_tree` with the most probable siblings, which a draft offers greedily."""
     siblings: dict[reference.Branch, list[int]] = {}
     q_of: dict[reference.Branch, Tensor] = {}
@@ -129,13 +122,13 @@ def test_greedily_each_call_takes_the_tokens_of_the_reference(monkeypatch, width
 
 
 @cache
-def lengths_of_reference(widths: tuple[int, ...]) -> Counter[tuple[int, ...]]:
+def lengths_of_reference(widths):
     """How often four tokens came in calls of these lengths."""
     each = [steps_of_reference(PROMPT, widths, SAMPLED, 4, seed) for seed in range(DRAWS)]
     return Counter(tuple(map(len, steps)) for steps in each)
 
 
-def p_value(widths: tuple[int, ...], verifier: str) -> float:
+def p_value(widths, verifier):
     """Whether the decoder's calls are as long as the reference's."""
     each = steps_of_decoder([PROMPT] * DRAWS, widths, SAMPLED, 4, verifier)
     counts = [Counter(tuple(map(len, steps)) for steps in each), lengths_of_reference(widths)]

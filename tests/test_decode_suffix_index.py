@@ -12,9 +12,7 @@ from draftsmith.decode.suffix_index import LONGEST, SAMPLE, SuffixIndex
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=15), max_size=5)
 
 
-def occurrences(
-    documents: list[list[int]], suffix: list[int], length: int
-) -> Counter[tuple[int, ...]]:
+def occurrences(documents, suffix, length):
     found: Counter[tuple[int, ...]] = Counter()
     for document in documents:
         for at in range(len(suffix), len(document)):

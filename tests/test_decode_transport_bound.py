@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import linprog
-from torch import Tensor
 
 from draftsmith.core.sampling import generator
 from draftsmith.decode.transport_bound import optimal_acceptance
@@ -24,7 +23,7 @@ DRAWINGS: list[Drawing] = [
 ]
 
 
-def distributions(kind: str, seed: int) -> tuple[Tensor, Tensor]:
+def distributions(kind, seed):
     """p and q, `[V]`."""
     p, q = (
         torch.randn(2, VOCAB, generator=generator(seed)) * (4 if kind == "peaked" else 1.2)
@@ -43,7 +42,7 @@ def distributions(kind: str, seed: int) -> tuple[Tensor, Tensor]:
     return p / p.sum(), q / q.sum()
 
 
-def candidates(q: Tensor, k: int, drawing: Drawing) -> dict[frozenset[int], float]:
+def candidates(q, k, drawing):
     """Probability of each set of candidates, by enumeration."""
     distribution = [float(x) for x in q.double() / q.double().sum()]
     ranked = sorted(range(len(distribution)), key=lambda x: -distribution[x])
@@ -72,7 +71,7 @@ def candidates(q: Tensor, k: int, drawing: Drawing) -> dict[frozenset[int], floa
     return found
 
 
-def transport(p: Tensor, sets: dict[frozenset[int], float]) -> float:
+def transport(p, sets):
     """The most that any coupling of candidates and output can accept, as a linear programme."""
     arcs = [(s, x) for s in sets for x in sorted(s)]
     distribution = (p.double() / p.double().sum()).numpy()

@@ -6,12 +6,12 @@ import time
 import pytest
 from hypothesis import given, strategies as st
 
-from draftsmith.decode.tree import MAX_NODES, DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree import DynamicTree, Tree
 from draftsmith.decode.tree_spec import TREES, Written, parse_tree, tree_spec
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 12) -> Tree:
+def trees(draw, most=12):
     """Any breadth-first tree of 1 to `most` nodes."""
     parents = [-1]
     for node in range(1, draw(st.integers(1, most))):
@@ -19,14 +19,14 @@ def trees(draw: st.DrawFn, most: int = 12) -> Tree:
     return Tree(tuple(parents))
 
 
-def paths_of(tree: Tree) -> list[list[int]]:
+def paths_of(tree):
     paths: list[list[int]] = []
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
         paths.append(([] if parent < 0 else paths[parent]) + [rank])
     return paths
 
 
-def parse_file(kind: str, content: object) -> TreeShape:
+def parse_file(kind, content):
     """Parse `KIND:file.json` whose file holds `content`, through JSON as a real reader would."""
     return parse_tree(
         f"{kind}:file.json", {"file.json": json.loads(json.dumps(content))}.__getitem__
@@ -128,21 +128,20 @@ def test_the_table_is_complete_and_its_examples_work():
         ("auto:a", {"trees": []}, "key 'tree' is missing; expected a plan"),
     ],
 )
-def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong):
+def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong, golden):
     with pytest.raises(ValueError) as caught:
         parse_tree(spec, lambda path: content)
     message = str(caught.value)
-    assert message.startswith(f"tree '{spec}': ") and wrong in message and "\n" not in message, (
-        message
-    )
+    assert wrong in message and "\n" not in message
+    golden(message)
 
 
 @pytest.mark.parametrize(
     "spec", ["chain:" + "9" * 4_000, "kary:2," + "9" * 9, "kary:" + "9," * 90 + "9"]
 )
-def test_a_tree_that_is_too_large_is_never_built(spec):
+def test_a_tree_that_is_too_large_is_never_built(spec, golden):
     began = time.process_time()
-    with pytest.raises(ValueError, match=f"more than {MAX_NODES} nodes"):
+    with golden.raises(ValueError):
         parse_tree(spec)
     assert time.process_time() - began < 1
 

@@ -168,7 +168,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
     """Without the shortcuts that only a CPU may take, no rule reads anything back, and outcomes are
     the same.
     """
-    with pytest.raises(AssertionError), NoQuestions():  # type: ignore[no-untyped-call]
+    with pytest.raises(AssertionError), NoQuestions():
         bool(torch.ones(1).any())
     verifier, made = VERIFIERS[name], world("random", 7)
     tree = CHAIN if verifier.chains_only else BUSHY
@@ -187,7 +187,7 @@ def test_a_device_is_not_asked_and_answers_as_the_cpu(monkeypatch, name, own_tre
         with monkeypatch.context() as patch:
             for module in ("tree_walk", "exact", "siblings", "chains"):
                 patch.setattr(f"draftsmith.decode.verify.{module}.known_empty", lambda mask: False)
-            with NoQuestions():  # type: ignore[no-untyped-call]
+            with NoQuestions():
                 asked = verifier.run(proposal, p_BMV, u_BU)
         live = torch.arange(tree.depth + 1) <= usual.accepted_B.unsqueeze(1)
         assert torch.equal(usual.tokens_BD1 * live, asked.tokens_BD1 * live)

@@ -20,7 +20,7 @@ WORDS = (
 ).split()
 
 
-def documents(domain: str) -> list[Document]:
+def documents(domain):
     """Forty documents of a hundred random words, no two alike."""
     drawn = {f"{domain} {number}": random.Random(f"{domain} {number}") for number in range(40)}
     words = {

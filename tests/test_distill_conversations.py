@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import prompt_hash, read_prompts
-from draftsmith.core.tokenization import Tokenizer, load_tokenizer
+from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import answer_text, answered_turns, turn_prompt
 from draftsmith.distill.engines import Answer
@@ -55,7 +55,7 @@ TEMPLATES = {
 }
 
 
-def with_template(tokenizer: Tokenizer, name: str) -> Tokenizer:
+def with_template(tokenizer, name):
     tokenizer.chat_template = TEMPLATES[name]
     return tokenizer
 
@@ -114,7 +114,7 @@ def test_each_prompt_is_the_template_s_own_for_the_target_s_history(
         assert ids_T[: len(whole)].tolist() == whole
 
 
-def test_tool_calls_and_their_results_stay(tokenizer):
+def test_tool_calls_and_their_results_stay(tokenizer, golden):
     with_template(tokenizer, "deepseek")
     call = {"type": "function", "function": {"name": "weather", "arguments": {"place": "Oslo"}}}
     messages = (
@@ -127,21 +127,21 @@ def test_tool_calls_and_their_results_stay(tokenizer):
     chat = Chat(messages, [{"type": "function", "function": {"name": "weather", "parameters": {}}}])
     assert answered_turns(chat) == [3, 5]
     first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer) or []))
-    assert first.startswith('<s>Tools: [{"type"') and '"arguments": {"place": "Oslo"}' in first
+    golden(first)
     assert first.endswith("<|output|>dry<|Assistant|><think>\n")
     second = str(tokenizer.decode(turn_prompt(chat, ["hm</think>None."], tokenizer) or []))
     # The template drops the thinking of the earlier answer.
     assert second.endswith("<|Assistant|>None.</s><|User|>Wind?<|Assistant|><think>\n")
 
 
-def test_a_turn_that_goes_on_is_asked_once(tokenizer):
+def test_a_turn_that_goes_on_is_asked_once(tokenizer, golden):
     """Earlier turns stay: they are what the client sent."""
     with_template(tokenizer, "qwen3")
     said = [("user", "Hi"), ("assistant", "Yo"), ("user", "Who?"), ("assistant", "I am")]
     messages = tuple({"role": role, "content": text} for role, text in said)
     chat = Chat(messages, None, {"continue_final_message": True})
     first = str(tokenizer.decode(turn_prompt(chat, [], tokenizer) or []))
-    assert "Yo" in first and first.endswith("I am")
+    golden(first)
     assert turn_prompt(chat, ["."], tokenizer) is None
 
 
@@ -165,20 +165,19 @@ def test_thinking_is_switched_off_by_the_template(words, door, target_dir):
         prompt_hash(prompt.ids) for prompt in asked
     }
     assert not Path("kept/chat_template.jinja").exists()
-    assert "was made with other options" in door.refused(*words)
+    door.refused(*words)
 
 
-def test_a_template_without_the_switch(words, door, caplog, tokenizer):
+def test_a_template_without_the_switch(words, door, caplog, tokenizer, golden):
     door.ok(*words, "--thinking", "drop")
-    assert (
-        "--thinking drop: the chat template has no switch for it; answers that think all the "
-        "same are" in caplog.text
-    )
+    golden("\n".join(caplog.messages), having="--thinking")
     Path("chat.jinja").write_text(TEMPLATES["deepseek"])
     code, _, err = door(*words, "--thinking", "drop", "--out", "o")
-    assert code == 2 and "the chat template begins every answer with <think>" in err
+    assert code == 2
+    golden(err)
     code, _, err = door(*words[:-2], "--thinking", "drop", "--out", "o")
-    assert code == 2 and "--thinking drop: the tokenizer has no single chat template" in err
+    assert code == 2
+    golden(err)
     assert not Path("o").exists()
     config = DistillConfig(target="t", prompts="p", out="o", thinking="drop")
     for text, why in (("<think>hm</think>No.", "thinks"), ("hm</think>No.", "thinks"), ("No.", "")):
@@ -225,9 +224,9 @@ def words(target_dir, tmp_path, monkeypatch):
     return [*command.split(), "--chat_template", "chat.jinja"]
 
 
-def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_dir):
+def test_all_turns_are_rows_with_the_target_s_own_history(words, door, target_dir, golden):
     out, _ = door.ok(*words, "--num_samples", 2)
-    assert "14 rows" in out.splitlines()[0] and "4 done" in out.splitlines()[0]
+    golden(out.splitlines()[0])
     rows = rows_of("set")
     assert [(row["sample_index"], row["turn"]) for row in rows[:6]] == [
         (s, t) for s in range(2) for t in range(3)
@@ -260,17 +259,17 @@ def test_a_chat_that_outgrows_the_context_is_shortened_and_counted(words, door):
     ] == 4
 
 
-def test_a_template_that_refuses_costs_its_row_alone(words, door):
+def test_a_template_that_refuses_costs_its_row_alone(words, door, golden):
     Path("chat.jinja").write_text(
         "{% for m in messages %}{% if m.content == 'c' %}{{ raise_exception('no c') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
     out, _ = door.ok(*words)
     # The first and the third row hold the turn that is refused.
-    assert "2 done, 2 skipped" in out and "the chat template refuses it (no c)" in out
+    golden(out)
 
 
-def test_a_chat_whose_answers_all_call_tools_is_skipped(words, door):
+def test_a_chat_whose_answers_all_call_tools_is_skipped(words, door, golden):
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     Path("chat.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ m.tool_calls }}{% endfor %}[assist]"
@@ -279,5 +278,5 @@ def test_a_chat_whose_answers_all_call_tools_is_skipped(words, door):
     calling = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
     write_rows("p.jsonl", {"messages": calling}, {"messages": [question]})
     out, _ = door.ok(*words)
-    assert "1 done, 1 skipped" in out.splitlines()[0]
-    assert "every assistant turn calls tools; none is the target's to answer" in out
+    golden(out.splitlines()[0])
+    golden(out)

@@ -1,7 +1,6 @@
 """What is left out on request is what the option says, counted, and no other row changes for it."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 
@@ -38,7 +37,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
     out, _ = door.ok(*words, *options, "--json")
     every, kept, made = rows_of("all"), rows_of(), manifest()
 
-    def useful(row: dict[str, Any]) -> bool:
+    def useful(row):
         return row["finish_reason"] == "stop"
 
     assert kept == [row for row in every if useful(row)] and 0 < len(kept) < len(every) == 90
@@ -54,12 +53,13 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
         "dropped": counts["rows_dropped"],
         "skipped": counts["prompts_skipped"],
     }
-    assert "was made with other options: drop is" in door.refused(*words)
+    door.refused(*words)
 
 
-def test_a_set_of_nothing_is_an_error(words, door):
+def test_a_set_of_nothing_is_an_error(words, door, golden):
     code, _, err = door(*words, "--ignore_eos", "--drop", "truncated")
-    assert code == 1 and "set: no row is left: " in err and "every answer dropped: " in err
+    assert code == 1
+    golden(err)
 
 
 @pytest.mark.parametrize(
@@ -120,18 +120,18 @@ def test_thirteen_words_in_a_row_are_shared(tmp_path, row, shared):
     assert found == ("fox" if shared else None)
 
 
-def test_the_form_of_a_suite_is_no_content(tmp_path):
+def test_the_form_of_a_suite_is_no_content(tmp_path, golden):
     form = (
         "Answer the following question about numbers in as few words as you possibly can please: "
     )
     rows = [{"prompt": f"{form} what is {number}?"} for number in range(11)]
     suites = Suites([f"n={write_rows(tmp_path / 's.jsonl', *rows)}"])
     assert suites.shared_with({"prompt": f"{form} what is 99?"}) is None
-    assert suites.shared_with({"prompt": f"{form} what is 7?"}) == "n"
+    golden(suites.shared_with({"prompt": f"{form} what is 7?"}))
 
 
 def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
-    tmp_path, target_dir, door, monkeypatch
+    tmp_path, target_dir, door, monkeypatch, golden
 ):
     monkeypatch.chdir(tmp_path)
     write_rows("p.jsonl", {"prompt": "The"}, {"prompt": f"Now {LONG}"}, {"prompt": "fox"})
@@ -149,11 +149,8 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     ]
     words += ["--decontaminate", f"cat={cat}", f"fox={fox}"]
     out, _ = door.ok(*words)
-    assert (
-        "2 rows" in out
-        and "1 skipped: shares 13 words in a row with the evaluation's fox (row 2)" in out
-    )
+    golden(out)
     write_rows("fox.jsonl", {"prompt": "other words"})
-    assert "decontaminated changed since" in door.refused(*words)
+    door.refused(*words)
     for wrong in ("=fox.jsonl", "fox="):
-        assert "write NAME=VALUE" in door.refused(*words[:-2], wrong, "--out", "o")
+        door.refused(*words[:-2], wrong, "--out", "o")

@@ -118,7 +118,7 @@ def test_batches_and_parts_only_change_the_cutting(
 def test_another_seed_and_another_sampling_give_other_rows(
     whole, tmp_path, target_dir, prompts_file
 ):
-    def make(name: str, **options: Any) -> Rows:
+    def make(name, **options):
         settings = {"num_samples": 3, "max_new_tokens": 10, "seed": 11} | options
         distill(
             DistillConfig(

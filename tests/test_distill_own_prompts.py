@@ -4,7 +4,6 @@ after kills.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,11 +31,11 @@ def words(target_dir, tmp_path, monkeypatch):
     return [*command.split(), "--prompts"]
 
 
-def prompts(directory: str = "set") -> list[dict[str, Any]]:
+def prompts(directory="set"):
     return [json.loads(line) for line in Path(directory, "prompts.jsonl").read_text().splitlines()]
 
 
-def test_prompts_are_what_the_target_writes(words, door, target_dir):
+def test_prompts_are_what_the_target_writes(words, door, target_dir, golden):
     out, _ = door.ok(*words, "magpie:25", "--json")
     summary = json.loads(out.splitlines()[-1])
     own, found = summary["own_prompts"], prompts()
@@ -44,7 +43,7 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir):
     assert (own["drawn"], own["kept"]) == (25, len(found))
     left_out = sum(int(line.split()[0]) for line in own["left_out_because"])
     assert left_out == 25 - len(found) and 5 < len(found) < 25
-    assert f"prompts: kept {len(found)} of 25 texts" in out
+    golden(out)
     assert summary["prompts_done"] == summary["prompts_read"] == len(found) == len(rows_of("set"))
     assert not Path("set/.prompts").exists()
     # Each is what the target itself goes on with, from its own seed.
@@ -61,7 +60,7 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir):
     # The same command finds everything done, and other prompts are another set.
     before = files("set")
     assert door(*words, "magpie:25", "--json")[0] == 0 and files("set") == before
-    assert 'prompts is "magpie:25"' in door.refused(*words, "magpie:26")
+    door.refused(*words, "magpie:26")
 
 
 def test_a_text_that_was_drawn_before_is_left_out(words, door):
@@ -72,21 +71,16 @@ def test_a_text_that_was_drawn_before_is_left_out(words, door):
     assert any("left out: had no end within 2 tokens (row " in line for line in out.splitlines())
 
 
-def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_dir):
+def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_dir, golden):
     tokenizer = load_tokenizer(target_dir)
     with serving("vllm", tokenizer) as server:
         words = [*words[:-1], "--engine", "openai", "--endpoint", server.url, "--prompts"]
-        assert "max_requests: all 14 are spent" in door.refused(
-            *words, "magpie:24", "--max_requests", 14, code=1
-        )
+        door.refused(*words, "magpie:24", "--max_requests", 14, code=1)
         assert len(list(Path("set/.prompts").glob(".part-*.answers.jsonl"))) > 0
         # What is spent on prompts is not there for answers.
         code, _, err = door(*words, "magpie:24", "--max_requests", 20)
-        assert (
-            code == 1
-            and "max_requests: all 20 are spent" in err
-            and Path("set/prompts.jsonl").exists()
-        )
+        assert code == 1 and Path("set/prompts.jsonl").exists()
+        golden(err)
         out, _ = door.ok(*words, "magpie:24")
         assert f"{len(prompts())} done" in out
         begin = tokenizer("<s>[user]", add_special_tokens=False)["input_ids"]
@@ -94,6 +88,4 @@ def test_servers_draw_them_too_and_nothing_is_asked_twice(words, door, target_di
         assert len(draws) == len(set(draws)) == 24
     with serving("text", tokenizer) as server:
         words[words.index("--endpoint") + 1] = server.url
-        assert "needs servers that take token ids" in door.refused(
-            *words, "magpie:24", "--out", "other"
-        )
+        door.refused(*words, "magpie:24", "--out", "other")

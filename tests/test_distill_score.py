@@ -37,7 +37,7 @@ def words(make, door, target_dir):
     return f"distill --target {target_dir} --score plain --out scored --teacher_top_k {K}".split()
 
 
-def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
+def check_teacher_rows(rows, target_dir):
     target = load_model(target_dir, device="cpu", dtype="float32")
     for row in rows:
         prompt, response = row["prompt_ids"], row["response_ids"]
@@ -54,23 +54,23 @@ def check_teacher_rows(rows: list[dict[str, Any]], target_dir: str) -> None:
                 assert tail == pytest.approx(1 - float(p_V[ids].sum()), rel=1e-3)
 
 
-def test_a_scored_set_is_one_that_was_scored_while_it_was_made(make, words, door, target_dir):
+def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
+    make, words, door, target_dir, golden
+):
     out, _ = door.ok(*words, "--json")
     assert door(*make, "--out", "at_once", "--teacher_top_k", K)[0] == 0
     rows = rows_of("scored")
     assert len(rows) == 16 and rows == rows_of("at_once")
     check_teacher_rows(rows, target_dir)
-    assert (
-        "scored: 16 of 16 rows scored" in out
-        and json.loads(out.splitlines()[-1])["bytes_per_token"] == 30
-    )
+    assert json.loads(out.splitlines()[-1])["bytes_per_token"] == 30
+    golden(out)
     fingerprints = [
         manifest(name)["identity"]["target_fingerprint"] for name in ("plain", "scored")
     ]
     assert fingerprints[0] == fingerprints[1]
     before = files("scored")
     assert door(*words, "--json")[0] == 0 and files("scored") == before
-    assert "teacher_top_k is 7, now it is 8" in door.refused(*words, "--teacher_top_k", 8)
+    door.refused(*words, "--teacher_top_k", 8)
 
 
 def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
@@ -106,18 +106,16 @@ def test_a_draft_is_trained_without_the_target(words, target_dir, draft_dir, doo
     assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
 
 
-def test_logits_that_are_not_finite_name_the_model(target_dir):
+def test_logits_that_are_not_finite_name_the_model(target_dir, golden):
     target = load_model(target_dir, device="cpu")
     with torch.no_grad():
         target.get_parameter("model.embed_tokens.weight")[7] = torch.inf
     score(target, [3, 4], [5, 6], K)
-    with pytest.raises(
-        RunError, match=rf"^{target_dir}: gives logits that are NaN or infinite on an answer; try"
-    ):
+    with golden.raises(RunError):
         score(target, [3, 4], [7, 6], K)
 
 
-def test_rows_from_elsewhere(words, door, target_dir):
+def test_rows_from_elsewhere(words, door, target_dir, golden):
     """Chats as text, and tokens; rows that cannot be scored are skipped with their reason."""
     Path("chat.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -152,7 +150,7 @@ def test_rows_from_elsewhere(words, door, target_dir):
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
     out, _ = door.ok(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
-    assert "5 of 14 rows scored" in out and "9 skipped" in out
+    golden(out)
     reasons = {line["row"]: line["reason"] for line in errors("scored")}
     assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))
     rows = rows_of("scored")
@@ -178,12 +176,8 @@ def test_rows_from_elsewhere(words, door, target_dir):
 def test_a_source_that_cannot_be_used(words, door):
     part = Path("plain/part-00001.parquet")
     part.write_bytes(part.read_bytes()[:-9])
-    assert f"{part}: is missing, or not the file in the manifest" in door.refused(*words)
+    door.refused(*words)
     Path("plain/manifest.json").write_text('{"complete": true, "parts": [{}]}')
-    assert "plain: its manifest.json is not that of a distilled set" in door.refused(
-        *words, "--out", "o"
-    )
+    door.refused(*words, "--out", "o")
     words[4] = write_rows("prompts.jsonl", {"prompt": "only asked"})
-    assert "o: no row is left: 1 skipped: has no answer" in door.refused(
-        *words, "--out", "o", code=1
-    )
+    door.refused(*words, "--out", "o", code=1)

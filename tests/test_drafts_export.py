@@ -30,7 +30,7 @@ from transformers import (
 
 import draftsmith as ds
 from draftsmith.__main__ import main
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.errors import RunError
 from draftsmith.core.io import read_json
 from draftsmith.core.prompts import read_prompt_hashes, write_prompt_hashes
 from draftsmith.core.records import read_record
@@ -73,7 +73,7 @@ def saved(target_dir):
     tokenizer.
     """
 
-    def save(model: PreTrainedModel, path: Path) -> PreTrainedModel:
+    def save(model, path):
         stirred(model, 0.1).save_pretrained(path)
         load_tokenizer(target_dir).save_pretrained(path)
         model.eval()
@@ -82,7 +82,7 @@ def saved(target_dir):
     return save
 
 
-def head_of(name: str, target: PreTrainedModel, path: Path) -> Head:
+def head_of(name, target, path):
     save_head(stirred(HEADS[name](target), 0.1), path)
     return load_head(path, target)
 
@@ -92,10 +92,10 @@ def target(saved, tmp_path):
     return saved(LlamaForCausalLM(LlamaConfig(**SHAPE)), tmp_path / "target")
 
 
-def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dict[str, Any]:
+def exported(tmp_path, form, draft="head", **more):
     more = {"target": str(tmp_path / "target")} | more
     return ds.export(
-        ds.ExportConfig(draft=str(tmp_path / draft), format=form, out=str(tmp_path / "out"), **more)  # type: ignore[arg-type]
+        ds.ExportConfig(draft=str(tmp_path / draft), format=form, out=str(tmp_path / "out"), **more)
     )
 
 
@@ -110,10 +110,11 @@ def exported(tmp_path: Path, form: str, draft: str = "head", **more: Any) -> dic
         *[("eagle3", "speculators"), ("medusa", "medusa")],
     ],
 )
-def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_path):
+def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_path, golden):
     head = head_of(name, target, tmp_path / "head")
     summary = exported(tmp_path, form)
-    assert "read back as" in summary["check"]["how"] and summary["check"]["max_difference"] < 1e-6
+    assert summary["check"]["max_difference"] < 1e-6
+    golden(summary["check"]["how"])
     back = load_head(tmp_path / "out", target)
     theirs, ours = back.state_dict(), head.state_dict()
     assert theirs.keys() - {"fc.bias"} == ours.keys() and all(
@@ -141,7 +142,9 @@ def test_heads_come_back_from_what_other_engines_read(name, form, target, tmp_pa
 
 
 @pytest.mark.parametrize("form", ["speculators", "gguf"])
-def test_a_file_that_reads_back_as_another_draft_is_not_kept(form, target, tmp_path, monkeypatch):
+def test_a_file_that_reads_back_as_another_draft_is_not_kept(
+    form, target, tmp_path, monkeypatch, golden
+):
     head_of("eagle3", target, tmp_path / "head")
     wrong = torch.tensor(0.5)
     if form == "gguf":
@@ -155,7 +158,7 @@ def test_a_file_that_reads_back_as_another_draft_is_not_kept(form, target, tmp_p
                 out, tensors | {"norm.weight": tensors["norm.weight"] + wrong}, config
             ),
         )
-    with pytest.raises(RunError, match="read back"):
+    with golden.raises(RunError):
         exported(tmp_path, form)
     written = ("config.json", "model.safetensors", "model.gguf", "draftsmith.json")
     assert not any((tmp_path / "out" / name).exists() for name in written)
@@ -198,7 +201,9 @@ def test_a_language_model_as_a_directory(target, saved, tmp_path):
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
 
 
-def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(saved, tmp_path):
+def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(
+    saved, tmp_path, golden
+):
     gemma = saved(
         GemmaForCausalLM(GemmaConfig(**SHAPE, head_dim=8, tie_word_embeddings=True)),
         tmp_path / "target",
@@ -219,11 +224,11 @@ def test_embeddings_that_a_target_scales_are_written_as_its_head_was_given_them(
             load_file(tmp_path / "out" / "model.safetensors")["embed_tokens.weight"], scaled
         )
     load_head(tmp_path / "one", gemma)
-    with pytest.raises(InputError, match="the Gemma family"):
+    with golden.raises():
         exported(tmp_path, "sglang")
 
 
-def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
+def test_what_a_layout_cannot_say_is_refused(saved, tmp_path, golden):
     shape = SHAPE | {"head_dim": 8}
     for model, reason in (
         (
@@ -235,7 +240,7 @@ def test_what_a_layout_cannot_say_is_refused(saved, tmp_path):
         directory = tmp_path / reason[:4]
         head_of("eagle3", saved(model, directory / "target"), directory / "head")
         for form in ("eagle", "sglang", "speculators", "gguf"):
-            with pytest.raises(InputError, match=reason):
+            with golden.raises():
                 exported(directory, form)
             assert not (directory / "out").exists()
 
@@ -251,7 +256,7 @@ NORMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("form", ["eagle", "sglang", "speculators", "gguf"])
 @pytest.mark.parametrize("name", NORMS)
-def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path):
+def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path, golden):
     flags, refused = NORMS[name]
     fresh = Eagle3Head.fresh(target, norms="eagle3")
     layers = 1 if flags else 2
@@ -259,10 +264,7 @@ def test_norms_in_other_places_are_said_or_refused(name, form, target, tmp_path)
     head = stirred(Eagle3Head(config, target))
     save_head(head, tmp_path / "head")
     if form in refused:
-        with pytest.raises(
-            InputError,
-            match=r"the head (sets .norm|has 2 layers|has the norms of EAGLE-3.1).*; (use|decode)",
-        ):
+        with golden.raises():
             exported(tmp_path, form)
         return
     if form == "gguf":
@@ -293,26 +295,23 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    "change",
     [
-        ({"head_dim": 16}, "head size 16 is not 32 / 4"),
-        ({"rope_parameters": LLAMA3}, "rope of type 'llama3'"),
-        (
-            {"num_hidden_layers": 6},
-            r"states \[2, 3, 4\] and SafeAILab's code always gives \[2, 3, 3\]",
-        ),
+        {"head_dim": 16},
+        {"rope_parameters": LLAMA3},
+        {"num_hidden_layers": 6},
     ],
 )
-def test_the_authors_code_has_limits_that_others_do_not(change, reason, saved, tmp_path):
+def test_the_authors_code_has_limits_that_others_do_not(change, saved, tmp_path, golden):
     target = saved(LlamaForCausalLM(LlamaConfig(**SHAPE | change)), tmp_path / "target")
     head_of("eagle3", target, tmp_path / "head")
-    with pytest.raises(InputError, match=reason):
+    with golden.raises():
         exported(tmp_path, "eagle")
     for form in ("sglang", "speculators"):
         exported(tmp_path, form)
 
 
-def test_a_name_that_an_engine_would_skip_is_never_written(target, tmp_path):
+def test_a_name_that_an_engine_would_skip_is_never_written(target, tmp_path, golden):
     head_of("eagle", target, tmp_path / "head")
     exported(tmp_path, "eagle")
     config = read_json(tmp_path / "out" / "config.json", "")
@@ -321,11 +320,11 @@ def test_a_name_that_an_engine_would_skip_is_never_written(target, tmp_path):
     expected = layout.expected(config, embedding=True)
     assert len(expected) == 10
     check_layout(file, expected)
-    with pytest.raises(RunError, match="'fc.bias' is None and the engine reads \\(32,\\)"):
+    with golden.raises(RunError):
         check_layout(file, layout.expected(config | {"bias": True}, embedding=True))
 
 
-def test_the_command(target, tmp_path, capsys):
+def test_the_command(target, tmp_path, capsys, golden):
     head_of("eagle3", target, tmp_path / "head")
     words = ["export", "--draft", str(tmp_path / "head"), "--format"]
     to = ["--out", str(tmp_path / "eagle3-out"), "--target", str(tmp_path / "target")]
@@ -333,13 +332,13 @@ def test_the_command(target, tmp_path, capsys):
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert summary["format"] == "sglang" and summary["kind"] == "eagle3"
     assert main(["status", str(tmp_path)]) == 0
-    assert "eagle3-out: export (eagle3 as sglang), finished" in capsys.readouterr().out
+    golden(capsys.readouterr().out)
     assert main([*words, "sglang", "--out", str(tmp_path / "other")]) == 2
-    assert "--target: is missing" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("x")
     assert main([*words, "sglang", "--out", str(tmp_path / "full")]) == 2
-    assert "files that no export wrote" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
     assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
     assert {form for form, _ in WRITERS} == set(get_args(Format))
 
@@ -411,23 +410,22 @@ def test_gguf_matrices_have_the_type_that_was_asked_for(kind, tmp_path):
     assert (summary["check"]["max_difference"] == 0) == (kind == "F32")
 
 
-def test_gguf_types_that_cannot_be_written_are_named(tmp_path):
-    def refused(**options: Any) -> str:
+def test_gguf_types_that_cannot_be_written_are_named(tmp_path, golden):
+    def refused(**options):
         with pytest.raises(ds.InputError) as error:
             exported(tmp_path, **options)
         return str(error.value)
 
     k_quant = refused(form="gguf", type="Q4_K_M")
-    assert k_quant.startswith("type: the gguf package writes no Q4_K_M; take F32, ")
-    assert k_quant.endswith("/model.gguf Q4_K_M.gguf Q4_K_M`") and "`--type F16`" in k_quant
-    assert "is for --format gguf" in refused(form="hf", type="Q8_0")
-    assert "stands for --dtype" in refused(form="gguf", type="F16", dtype="float32")
+    golden(k_quant)
+    golden(refused(form="hf", type="Q8_0"))
+    golden(refused(form="gguf", type="F16", dtype="float32"))
     save_model(tmp_path / "target", seed=0, layers=1, vocabulary=290)
     rows = refused(form="gguf", draft="target", type="Q8_0")
-    assert "has rows of" in rows and "take F16" in rows
+    golden(rows)
 
 
-def sentencepiece_like() -> PreTrainedTokenizerFast:
+def sentencepiece_like():
     """BPE with SentencePiece's spelling, as LLaMA-2's tokenizer.json has it."""
     pieces = [
         "<unk>",

@@ -8,11 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from draftsmith.core.errors import InputError
-from draftsmith.drafts.heads import Head, head_kind, load_head, save_head
+from draftsmith.drafts.heads import head_kind, load_head, save_head
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -25,7 +22,7 @@ from tests.train_laws import tiny_family
 V, H, D = 40, 16, 12
 
 
-def make_target(layers: int = 4) -> PreTrainedModel:
+def make_target(layers=4):
     more: dict[str, Any] = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -45,7 +42,7 @@ def target():
 every_head = pytest.mark.parametrize("name", FRESH)
 
 
-def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
+def inputs(rows=2, tokens=7):
     random = torch.Generator().manual_seed(3)
     return (
         torch.randint(0, V, (rows, tokens), generator=random),
@@ -53,7 +50,7 @@ def inputs(rows: int = 2, tokens: int = 7) -> tuple[Tensor, Tensor]:
     )
 
 
-def outputs(head: Head) -> list[Tensor]:
+def outputs(head):
     """Everything a head says about the same inputs."""
     ids_BT, features_BTH = inputs()
     if isinstance(head, EagleHead | MtpHead):
@@ -126,7 +123,7 @@ def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name):
     with torch.no_grad():
         for module in (own.get_input_embeddings(), own.get_output_embeddings()):
             assert module is not None
-            module.weight.mul_(-1.5)  # type: ignore[operator]
+            module.weight.mul_(-1.5)
     changed = [not torch.equal(a, b) for a, b in zip(before, outputs(head), strict=True)]
     # Medusa reads features only and projects by itself.
     assert not any(changed) if name == "medusa" else any(changed)
@@ -150,12 +147,12 @@ def test_heads_follow_the_target_to_bf16(name, tmp_path, target):
         assert out.dtype == torch.bfloat16 and not out.isnan().any()
 
 
-def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor) -> Tensor:
+def reference_layer(tensors, prefix, x, residual):
     """A LLaMA layer behind its input norm, written out: causal, 4 query heads on 2 key heads of 4,
     rope base 500.
     """
 
-    def linear(name: str, value: Tensor) -> Tensor:
+    def linear(name, value):
         return value @ tensors[f"{prefix}{name}.weight"].T + tensors.get(f"{prefix}{name}.bias", 0)
 
     rows, length = x.shape[:2]
@@ -165,7 +162,7 @@ def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual
     angle = torch.arange(length)[:, None] / 500.0 ** (torch.arange(0, 4, 2) / 4)
     turn = torch.polar(torch.ones_like(angle), angle)
 
-    def rope(value: Tensor) -> Tensor:
+    def rope(value):
         turned = torch.complex(value[..., :2].contiguous(), value[..., 2:].contiguous()) * turn
         return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -180,7 +177,7 @@ def reference_layer(tensors: dict[str, Tensor], prefix: str, x: Tensor, residual
     return states + linear("mlp.down_proj", gated)
 
 
-def rms(states: Tensor, weight: Tensor) -> Tensor:
+def rms(states, weight):
     return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
 
 
@@ -260,32 +257,31 @@ def test_heads_fit_other_families(family):
         )
 
 
-def test_ordinary_models_are_no_heads(tmp_path, target, draft_dir):
+def test_ordinary_models_are_no_heads(tmp_path, target, draft_dir, golden):
     target.save_pretrained(tmp_path / "lm")
     for path in (tmp_path / "lm", draft_dir, tmp_path, tmp_path / "nothing", "owner/name"):
         assert head_kind(path) is None
-    with pytest.raises(InputError, match="describes a language model; use it as a draft LM"):
+    with golden.raises():
         load_head(tmp_path / "lm", target)
 
 
-def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(target, tmp_path):
+def test_a_head_that_does_not_fit_or_would_run_code_is_refused_in_one_line(
+    target, tmp_path, golden
+):
     save_head(FRESH["eagle"](target), tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     foreign = tensors | {"embed_tokens.weight": -tensors["embed_tokens.weight"]}
     torch.save(tensors | {"evil": Evil()}, tmp_path / "pytorch_model.bin")
-    for content, message in (
-        (
-            {name: tensor for name, tensor in tensors.items() if name != "fc.weight"},
-            'Missing key.*"fc.weight"',
-        ),
-        (foreign, "'embed_tokens.weight' is not the target's embedding"),
-        (None, r"pytorch_model\.bin: cannot be read .*which would run code"),
+    for content in (
+        {name: tensor for name, tensor in tensors.items() if name != "fc.weight"},
+        foreign,
+        None,
     ):
         if content is None:
             file.unlink()
         else:
             save_file(content, file)
-        with pytest.raises(InputError, match=message) as caught:
+        with golden.raises() as caught:
             load_head(tmp_path, target)
         assert "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)

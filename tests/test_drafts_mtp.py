@@ -5,18 +5,16 @@ Legend: B rows, T tokens, H hidden size.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import load_tokenizer
@@ -68,11 +66,11 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [17, 30, 8, 8, 21, 0]]
 NEW_TOKENS = 24
 
 
-def drawn(shape: tuple[int, ...], seed: int, spread: float = 0.2) -> Tensor:
+def drawn(shape, seed, spread=0.2):
     return spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def join_tensors(names: dict[str, str], hidden: int = H, centre: float = 1.0) -> dict[str, Tensor]:
+def join_tensors(names, hidden=H, centre=1.0):
     """The tensors outside of the decoder layer, drawn at random. The norms are around `centre`."""
     tensors = {}
     for seed, (part, name) in enumerate(names.items()):
@@ -81,13 +79,13 @@ def join_tensors(names: dict[str, str], hidden: int = H, centre: float = 1.0) ->
     return tensors
 
 
-def model_of(kind: str, **changes: Any) -> PreTrainedModel:
+def model_of(kind, **changes):
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, **(SIZES | changes))
     return stirred(AutoModelForCausalLM.from_config(config).float().eval(), 0.05)
 
 
-def write_nextn(kind: str, out: Path, layers: int = 2, **changes: Any) -> Path:
+def write_nextn(kind, out, layers=2, **changes):
     """A checkpoint as DeepSeek and GLM publish theirs: the layer behind the last has an MTP
     layer's tensors too.
     """
@@ -152,7 +150,7 @@ def test_a_native_layer_drafts_as_in_transformers(nextn):
     assert 0 < accepted < len(PROMPTS) * NEW_TOKENS / 2
 
 
-def transformers_states(target: Any, ids_1T: Tensor, features_1TH: Tensor) -> Tensor:
+def transformers_states(target, ids_1T, features_1TH):
     """What transformers' own MTP model gives behind these features of the target."""
     if not hasattr(MtpModel, "forward_layer"):
         pytest.skip("this transformers runs its MTP layers only in generate()")
@@ -178,7 +176,7 @@ def test_a_native_layer_gives_the_logits_of_transformers(nextn):
     assert torch.equal(ours_1TV, again(ids_1T[:, 1:], features_1TH)[0])
 
 
-def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path):
+def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path, golden):
     target = load_model(str(nextn), device="cpu")
     tensors = load_file(nextn / "model.safetensors")
     alone = {name: value for name, value in tensors.items() if ".layers.2." in name}
@@ -192,15 +190,15 @@ def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path):
     broken = dict(alone)
     broken.pop("model.layers.2.mlp.experts.1.up_proj.weight")
     save_file(broken, tmp_path / "mtp.safetensors")
-    with pytest.raises(InputError, match=r"mtp\.safetensors: does not fit .*decoder layer is not"):
+    with golden.raises():
         load_head(tmp_path, target)
     save_file(alone | {"model.layers.2.strange": torch.ones(2)}, tmp_path / "mtp.safetensors")
-    with pytest.raises(InputError, match=r"layers\.0\.strange"):
+    with golden.raises():
         load_head(tmp_path, target)
     name = "model.layers.2.self_attn.o_proj.weight"
     eight = alone | {name: (alone[name] * 100).to(torch.float8_e4m3fn)}
     save_file(eight, tmp_path / "mtp.safetensors")
-    with pytest.raises(InputError, match=f"'{name}' is float8_e4m3fn without a scale"):
+    with golden.raises():
         load_head(tmp_path, target)
     save_file(eight | {f"{name}_scale_inv": torch.tensor([[0.01]])}, tmp_path / "mtp.safetensors")
     read = load_head(tmp_path, target).state_dict()["layers.0.self_attn.o_proj.weight"]
@@ -215,7 +213,7 @@ QWEN = {
 }
 
 
-def write_qwen(out: Path, experts: int, kind: str = "qwen3_next") -> Path:
+def write_qwen(out, experts, kind="qwen3_next"):
     """A checkpoint as Qwen3-Next's: `mtp.*` beside the model; the layer is its last one's copy."""
     model = model_of(kind, num_experts=experts, **NEXT)
     model.save_pretrained(out)
@@ -244,11 +242,11 @@ def test_qwen3_next_computes_its_published_layer(tmp_path):
     eps = target.config.rms_norm_eps
     layer = "mtp.layers.0."
 
-    def norm(name: str, states: Tensor) -> Tensor:
+    def norm(name, states):
         scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps)
         return states * scale * (1 + t[name])
 
-    def linear(name: str, states: Tensor) -> Tensor:
+    def linear(name, states):
         return states @ t[f"{layer}{name}.weight"].T
 
     embedded = norm(QWEN["embedding"], t["model.embed_tokens.weight"][ids_BT])
@@ -263,7 +261,7 @@ def test_qwen3_next_computes_its_published_layer(tmp_path):
     angle = torch.arange(length)[:, None] / theta ** torch.zeros(1)
     turn = torch.polar(torch.ones_like(angle), angle)
 
-    def rope(value: Tensor) -> Tensor:
+    def rope(value):
         turned = torch.complex(value[..., :1].contiguous(), value[..., 1:2].contiguous()) * turn
         return torch.cat([turned.real, turned.imag, value[..., 2:]], dim=-1)
 
@@ -336,7 +334,7 @@ def test_mimo_computes_its_published_layer(tmp_path):
     assert torch.equal(again(ids_BT, features_BTH)[0], logits)
 
 
-def without_layer(checkpoint: Path, out: Path) -> Path:
+def without_layer(checkpoint, out):
     """The checkpoint as fine-tuning saves it: transformers drops the layer."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     model.save_pretrained(out, max_shard_size="60KB")
@@ -417,37 +415,35 @@ def test_a_tuned_layer_replaces_the_native_one(tmp_path, door):
         assert torch.equal(again.state_dict()[name], value), name
 
 
-def test_doctor_knows_who_reads_the_layer(nextn, tmp_path, request, target_dir):
-    def verdicts(target: object, draft: object) -> dict[str, Any]:
+def test_doctor_knows_who_reads_the_layer(nextn, tmp_path, request, target_dir, golden):
+    def verdicts(target, draft):
         found = examine(target=str(target), draft=str(draft))
         return {verdict["engine"]: verdict for verdict in found["verdicts"]}
 
     native = verdicts(nextn, "mtp")
     assert {engine for engine in native if native[engine]["serves"]} == {"vllm", "sglang"}
-    config = """'{"method": "mtp", "num_speculative_tokens": 4}'"""
-    assert native["vllm"]["command"] == f"vllm serve {nextn} --speculative-config {config}"
-    assert (
-        not native["vllm"]["exports"] and "finds no MTP layer" in native["transformers"]["reason"]
-    )
+    golden(native["vllm"]["command"])
+    assert not native["vllm"]["exports"]
+    golden(native["transformers"]["reason"])
     request.getfixturevalue("transformers_knows")
     save_head(load_head("mtp", load_model(str(nextn), device="cpu")), tmp_path / "head")
     ours = verdicts(nextn, tmp_path / "head")
-    assert ours["vllm"]["command"] == f"vllm serve head.mtp --speculative-config {config}"
-    assert "--format mtp --out head.mtp" in ours["vllm"]["exports"][0]
-    assert "--model-path head.mtp --speculative-algorithm NEXTN" in ours["sglang"]["command"]
+    golden(ours["vllm"]["command"])
+    golden(ours["vllm"]["exports"][0])
+    golden(ours["sglang"]["command"])
     assert "use_mtp=True" in ours["transformers"]["command"]
     save_head(MtpHead.fresh(load_model(target_dir, device="cpu")), tmp_path / "fresh")
     reason = verdicts(target_dir, tmp_path / "fresh")["vllm"]["reason"]
-    assert reason.startswith("no engine reads an MTP layer of a llama model")
+    golden(reason)
 
 
-def test_a_target_without_the_layer_says_how_to_get_one(target_dir):
+def test_a_target_without_the_layer_says_how_to_get_one(target_dir, golden):
     target = load_model(target_dir, device="cpu")
-    with pytest.raises(InputError, match="has no MTP layer; train one with draftsmith train"):
+    with golden.raises():
         load_head("mtp", target)
-    with pytest.raises(InputError, match="from no checkpoint; write mtp:CHECKPOINT"):
+    with golden.raises():
         load_head("mtp", make_target())
-    with pytest.raises(InputError, match=r"^/not/here: no such directory"):
+    with golden.raises():
         load_head("mtp:/not/here", target)
 
 
@@ -462,9 +458,9 @@ def test_a_fresh_layer_is_of_the_targets_own_kind(kind, layer):
     assert len(head.layers) == 1
 
 
-def test_a_head_of_another_family_is_refused(tmp_path):
+def test_a_head_of_another_family_is_refused(tmp_path, golden):
     save_head(MtpHead.fresh(tiny_family("qwen3", vocab_size=V)), tmp_path)
-    with pytest.raises(InputError, match="is of a qwen3 model and the target is a llama model"):
+    with golden.raises():
         load_head(tmp_path, tiny_family("llama", vocab_size=V))
 
 
@@ -493,8 +489,7 @@ def test_the_native_layer_drafts_and_is_trained_by_name(served, distilled, tmp_p
         not torch.equal(a, b) for a, b in zip(tuned.parameters(), native.parameters(), strict=True)
     ]
     assert any(apart)
-    said = door.refused("decode", *words, "--draft", f"mtp:{tmp_path / 'tuned'}")
-    assert "has no MTP layer; train one" in said
+    door.refused("decode", *words, "--draft", f"mtp:{tmp_path / 'tuned'}")
 
 
 def test_a_native_layer_of_a_hybrid_target_drafts_chains(tmp_path):

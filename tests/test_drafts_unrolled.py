@@ -18,7 +18,7 @@ WIDTH = 11
 PACKED = torch.tensor([[0] * 4 + [-1] + [1] * 6, [0] * 9 + [-1, 1]])
 
 
-def attended(attend: Any, mask: object, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+def attended(attend, mask, parts):
     """The output, and the gradients of some function of it."""
     module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
     out = attend(module, *parts, mask, scaling=0.3, dropout=0.0)[0]
@@ -44,11 +44,11 @@ def test_outputs_and_gradients_are_those_under_the_mask(depths, texts, value_wid
 class _Largest(TorchDispatchMode):
     """The number of values of the largest tensor that an operation returned."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self):
+        super().__init__()
         self.values = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple) else [out]:
             if isinstance(tensor, torch.Tensor):
@@ -56,7 +56,7 @@ class _Largest(TorchDispatchMode):
         return out
 
 
-def tiny_head() -> Eagle3Head:
+def tiny_head():
     sizes = {"hidden_size": 16, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(**cast(Any, sizes), vocab_size=16, num_hidden_layers=4)
     return Eagle3Head.fresh(LlamaForCausalLM(config))
@@ -70,7 +70,7 @@ def test_recomputed_depths_give_the_same_gradients_and_keep_less():
         head.gradient_checkpointing = recomputed
         seen: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor, seen: dict[int, int] = seen) -> torch.Tensor:
+        def keep(tensor, seen=seen):
             seen[tensor.data_ptr()] = tensor.numel()
             return tensor
 

@@ -5,10 +5,7 @@ with one line that names the file.
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +18,6 @@ from draftsmith.distill import parts
 from draftsmith.distill.engines import (
     ENGINES,
     Answer,
-    AnswerRequest,
-    Done,
     Engine,
     RemoteTarget,
     sampling_of,
@@ -41,20 +36,20 @@ Files = dict[str, bytes]
 class HashEngine(Engine):
     """A target without weights: its answers are a function of the request's seed."""
 
-    def __init__(self, config: ds.DistillConfig, tokenizer: Any) -> None:
+    def __init__(self, config, tokenizer):
         self.identity = {"target_fingerprint": "ab" * 8, "target_dtype": "float32"}
         self.sampling = sampling_of(config, RemoteTarget(config.target, tokenizer))
         self.max_prompt_tokens = None
         self.wave = 3
 
-    def run(self, groups: Iterator[Sequence[AnswerRequest]], done: Done) -> None:
+    def run(self, groups, done):
         for group in groups:
             for request in group:
                 draw = random.Random(request.seed)
                 done(request, Answer(tuple(draw.choices(range(2, 290), k=6)), "length"))
 
 
-def content(out: Path) -> Files:
+def content(out):
     """Every file but what no run reads: the card, and the clock of an evaluation."""
     found = {
         str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
@@ -62,19 +57,19 @@ def content(out: Path) -> Files:
     return {name: found[name] for name in found if not name.endswith((".md", ".html", ".png"))}
 
 
-def flip(file: Path, draw: random.Random) -> None:
+def flip(file, draw):
     changed = bytearray(file.read_bytes())
     changed[draw.randrange(len(changed))] ^= 1 << draw.randrange(8)
     file.write_bytes(changed)
 
 
 def check(
-    out: Path,
-    run: Callable[[], object],
-    expected: Files,
-    files: Sequence[str],
-    read: Callable[[Path], Files] = content,
-) -> None:
+    out,
+    run,
+    expected,
+    files,
+    read=content,
+):
     """Flip bits of `files`, patterns of the directory that `out` is now, one in each run."""
     kept = out.with_name("kept")
     shutil.copytree(out, kept)
@@ -104,12 +99,12 @@ def distil(target_dir, tmp_path, monkeypatch):
     return lambda: ds.distill(target=target_dir, prompts=prompts, out=str(out), part_rows=8)
 
 
-def stop(monkeypatch, owner: object, name: str, count: int, run: Callable[[], object]) -> None:
+def stop(monkeypatch, owner, name, count, run):
     """Stop the run at call number `count` of a function."""
     real = getattr(owner, name)
     calls = []
 
-    def stopping(*words: Any, **more: Any) -> Any:
+    def stopping(*words, **more):
         calls.append(1)
         if len(calls) == count:
             raise KeyboardInterrupt
@@ -165,7 +160,7 @@ def test_a_finished_draft(fit, tmp_path):
 def test_a_training_that_was_killed(fit, tmp_path, monkeypatch):
     out = tmp_path / "draft"
 
-    def published(out: Path) -> Files:
+    def published(out):
         found = content(out)
         return {name: found[name] for name in found if "checkpoints" not in name}
 
@@ -194,7 +189,7 @@ def test_the_weights_of_a_draft_that_others_read(fit, target_dir, tmp_path):
 def test_an_evaluation(target_dir, draft_dir, prompts_file, tmp_path):
     out = tmp_path / "eval"
 
-    def run() -> object:
+    def run():
         return ds.evaluate(
             target=target_dir,
             draft=[f"base={draft_dir}"],
@@ -209,7 +204,7 @@ def test_an_evaluation(target_dir, draft_dir, prompts_file, tmp_path):
             device="cpu",
         )
 
-    def figures(out: Path) -> Files:
+    def figures(out):
         rows = json.loads((out / "results.json").read_text())["rows"]
         return content(out / "cells") | {"rows": json.dumps(rows).encode()}
 
@@ -231,7 +226,7 @@ def test_the_outputs_of_a_decoding_that_was_killed(tmp_path):
         for n in range(6)
     ]
 
-    def run() -> object:
+    def run():
         return _to_file(file, {"identity": "a"}, lambda first: ([each] for each in outputs[first:]))
 
     run()

@@ -1,16 +1,15 @@
 """What lies in --out and is not of this project is neither changed nor deleted."""
 
 import os
-from pathlib import Path
 
 import pytest
 
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.errors import RunError
 from draftsmith.core.io import atomic_dir, atomic_file, check_out
 from draftsmith.core.runs import Run, claim, hold
 
 
-def content(directory: Path) -> dict[str, bytes]:
+def content(directory):
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
@@ -35,42 +34,41 @@ def test_only_temporary_names_of_this_project_are_cleaned_up(tmp_path):
 
 
 @pytest.mark.parametrize("content", ['{"identity', "no JSON", "[1]"])
-def test_a_damaged_record_of_a_run_says_what_to_do(tmp_path, content):
+def test_a_damaged_record_of_a_run_says_what_to_do(tmp_path, content, golden):
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(InputError, match="delete this directory, or choose another --out"):
+    with golden.raises():
         claim(tmp_path, "set", {"seed": 1}, "", {})
     assert (tmp_path / "run.json").read_text() == content
 
 
-def test_a_directory_that_cannot_be_written_is_named_and_not_its_lock(tmp_path, monkeypatch):
-    def read_only(*_: object) -> int:
+def test_a_directory_that_cannot_be_written_is_named_and_not_its_lock(
+    tmp_path, monkeypatch, golden
+):
+    def read_only(*_):
         raise OSError(30, os.strerror(30), "somewhere/.lock")
 
     monkeypatch.setattr(os, "open", read_only)
     with pytest.raises(RunError) as refused, hold(tmp_path):
         pass
-    assert str(refused.value).startswith(f"{tmp_path}: cannot be written (Read-only file system)")
+    golden(str(refused.value))
 
 
 @pytest.mark.parametrize("writer", [atomic_file, atomic_dir])
-def test_a_full_disk_names_the_file_and_says_that_the_command_goes_on(tmp_path, writer):
+def test_a_full_disk_names_the_file_and_says_that_the_command_goes_on(tmp_path, writer, golden):
     with pytest.raises(RunError) as failed, writer(tmp_path / "part"):
         raise OSError(28, os.strerror(28))
-    assert str(failed.value) == (
-        f"{tmp_path / 'part'}: cannot be written (No space left on device); fix that and run the "
-        "same command again"
-    )
+    golden(str(failed.value))
     assert content(tmp_path) == {}
 
 
-def test_names_that_cannot_be_written_are_refused_before_the_work(tmp_path):
-    for name, reason in (("a" * 246, "longer than 220 bytes"), ("caf\udce9", "cannot spell it")):
+def test_names_that_cannot_be_written_are_refused_before_the_work(tmp_path, golden):
+    for name in ("a" * 246, "caf\udce9"):
         for first_key in (None, "id"):
-            with pytest.raises(InputError, match=reason) as refused:
+            with golden.raises() as refused:
                 check_out(tmp_path / name, first_key=first_key)
             str(refused.value).encode()
     check_out(tmp_path / ("a" * 220))
-    with pytest.raises(InputError, match="cannot spell it"):
+    with golden.raises():
         Run(tmp_path / "caf\udce9")
 
 
@@ -84,8 +82,7 @@ def test_a_file_of_something_else_is_not_replaced(
     out = tmp_path / "notes"
     out.write_text(foreign)
     words = command.format(draft=draft_dir, prompts=prompts_file).split()
-    refused = door.refused(*words, "--target", target_dir, "--out", out)
-    assert f"--out {out}: holds something else" in refused
+    door.refused(*words, "--target", target_dir, "--out", out)
     assert content(tmp_path) == {"notes": foreign.encode()}
 
 
@@ -114,6 +111,5 @@ def test_a_directory_with_files_of_something_else_is_refused(
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
     words = command.format(draft=draft_dir, prompts=prompts_file, data=distilled).split()
-    refused = door.refused(*words, "--target", target_dir, "--out", tmp_path)
-    assert f"--out {tmp_path}: holds {path.name} of something else" in refused
+    door.refused(*words, "--target", target_dir, "--out", tmp_path)
     assert content(tmp_path) == {name: b"{}"}

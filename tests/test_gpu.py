@@ -6,7 +6,7 @@ python -m pytest --noconftest -m gpu tests/test_gpu.py
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.sampling import Sampling
@@ -23,13 +23,13 @@ pytestmark = [
 PROMPTS = [[1, 2, 3], [5], [4, 4, 7, 9, 4]]
 
 
-def llama(seed: int, device: str = "cuda") -> LlamaForCausalLM:
+def llama(seed, device="cuda"):
     model = random_llama(seed, 61, hidden=64, heads=4)
     torch.nn.Module.to(model, device)
     return model
 
 
-def gpt2() -> GPT2LMHeadModel:
+def gpt2():
     torch.manual_seed(3)
     model = GPT2LMHeadModel(
         GPT2Config(

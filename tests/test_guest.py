@@ -85,7 +85,7 @@ def test_threads_that_overlap_leave_the_process_as_it_was(switch):
     before = global_state()
     inside = threading.Barrier(4)
 
-    def visit(number: int) -> None:
+    def visit(number):
         with switch():
             inside.wait()
             torch.rand(1)

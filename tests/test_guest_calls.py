@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +31,7 @@ def test_importing_every_public_name_leaves_the_process_as_it_was():
     subprocess.run([sys.executable, "-c", IMPORT], cwd=ROOT, check=True)
 
 
-def calls_of(
-    there: Path, target: str, draft: str, answers: str, url: str
-) -> dict[str, Callable[[], object]]:
+def calls_of(there, target, draft, answers, url):
     """A call of every public function, by what it calls; later ones read what earlier ones left."""
     common: dict[str, Any] = {"target": target, "device": "cpu"}
     prompts = str(there / "prompts.jsonl")
@@ -42,13 +39,13 @@ def calls_of(
     fit: dict[str, Any] = {"data": [answers], "steps": 2, "max_length": 48}
     head, trained, measured = (str(there / name) for name in ("head", "trained", "measured"))
 
-    def out(name: str) -> str:
+    def out(name):
         return str(there / name)
 
     pair = ds.load_pair(target, draft=draft, device="cpu")
     decoder = ds.SpeculativeDecoder(pair.target)
 
-    def results() -> ds.Results:
+    def results():
         return ds.Results.load(measured)
 
     return {

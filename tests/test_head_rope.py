@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def target_of(rope: str) -> Any:
+def target_of(rope):
     sizes = {"num_attention_heads": 4, "max_position_embeddings": 64}
     return tiny_family("llama", rope_parameters=ROPES[rope], **sizes)
 

@@ -2,15 +2,12 @@
 
 import json
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads import load_head, save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -24,7 +21,7 @@ def target():
     return random_llama(1, 64, hidden=160, heads=2)
 
 
-def coded(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def coded(weight, block, dtype):
     """Codes, and one scale for each block of the weight."""
     most = 127.0 if dtype == torch.int8 else 448.0
     rows, columns = (math.ceil(size / step) for size, step in zip(weight.shape, block, strict=True))
@@ -88,7 +85,7 @@ def test_scales_are_read(way, target, tmp_path):
         (FP8, "fp8", {"_scale_inv": torch.ones(7, 3)}),
     ],
 )
-def test_weights_without_scales_are_refused(dtype, method, beside, target, tmp_path):
+def test_weights_without_scales_are_refused(dtype, method, beside, target, tmp_path, golden):
     save_head(Eagle3Head.fresh(target), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "midlayer.mlp.down_proj.weight"
@@ -101,13 +98,15 @@ def test_weights_without_scales_are_refused(dtype, method, beside, target, tmp_p
     said = f"'{name}' is {str(dtype).removeprefix('torch.')}"
     if method:
         said += f" of 'quantization_config' {method}"
-    with pytest.raises(InputError, match=re.escape(f"{said} without a scale")):
+    with golden.raises():
         load_head(tmp_path, target)
 
 
 @pytest.mark.parametrize("method", [None, "modelopt"])
 @pytest.mark.parametrize("dtype", [FP8, torch.int8])
-def test_a_language_model_of_eight_bits_without_scales_is_refused(dtype, method, target, tmp_path):
+def test_a_language_model_of_eight_bits_without_scales_is_refused(
+    dtype, method, target, tmp_path, golden
+):
     target.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -116,11 +115,11 @@ def test_a_language_model_of_eight_bits_without_scales_is_refused(dtype, method,
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"quantization_config": {"quant_method": method}} if method else {}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=f"'{name}' is .*no scales.*{method or 'none'}"):
+    with golden.raises():
         load_model(str(tmp_path), device="cpu")
 
 
-def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def four_bits(weight, group):
     """Codes, one scale for each group in fp32, and the values that they stand for."""
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     parts = weight.unflatten(-1, (-1, group))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ TEMPLATE = (
 WEATHER = {"name": "weather", "parameters": {"type": "object"}}
 
 
-def _specforge(number: int) -> dict[str, Any]:
+def _specforge(number):
     turns = [
         {"role": "user", "content": f"Count to {number}."},
         {"role": "assistant", "content": "One, two."},
@@ -24,7 +23,7 @@ def _specforge(number: int) -> dict[str, Any]:
     return {"id": f"row-{number}", "conversations": turns, "status": "success"}
 
 
-def _speculators(number: int) -> dict[str, Any]:
+def _speculators(number):
     turns = [
         {"from": "human", "value": f"Count to {number}."},
         {"from": "gpt", "value": "One, two."},
@@ -32,7 +31,7 @@ def _speculators(number: int) -> dict[str, Any]:
     return {"conversations": turns}
 
 
-def _automodel(number: int) -> dict[str, Any]:
+def _automodel(number):
     turns = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": f"Count to {number}."},
@@ -41,7 +40,7 @@ def _automodel(number: int) -> dict[str, Any]:
     return {"messages": turns}
 
 
-def _llama_factory(number: int) -> dict[str, Any]:
+def _llama_factory(number):
     call = {"name": "weather", "arguments": {"city": str(number)}}
     turns = [
         {"from": "human", "value": f"City {number}?"},
@@ -52,23 +51,23 @@ def _llama_factory(number: int) -> dict[str, Any]:
     return {"conversations": turns, "tools": json.dumps([WEATHER])}
 
 
-def _alpaca(number: int) -> dict[str, Any]:
+def _alpaca(number):
     return {"instruction": f"Count to {number}.", "input": "in words", "output": "One, two."}
 
 
-def _trl(number: int) -> dict[str, Any]:
+def _trl(number):
     return {
         "prompt": [{"role": "user", "content": f"Count to {number}."}],
         "completion": [{"role": "assistant", "content": "One, two."}],
     }
 
 
-def _batch(number: int) -> dict[str, Any]:
+def _batch(number):
     body = {"model": "target", "messages": _automodel(number)["messages"], "max_tokens": 8}
     return {"custom_id": f"row-{number}", "method": "POST", "url": "/v1/x", "body": body}
 
 
-def _torchspec(number: int) -> dict[str, Any]:
+def _torchspec(number):
     ids = [3, 10 + number, 20, 30, 40, 50]
     return {"input_ids": ids, "loss_mask": [0, 0, 1, 1, 1, 1]}
 

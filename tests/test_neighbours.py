@@ -81,7 +81,7 @@ def after_one(pair, prompts, ours):
     return decoded(pair, longer, TOKENS - 1)
 
 
-def decoded(pair: ds.Pair, prompts: list[list[int]], tokens: int) -> Outputs:
+def decoded(pair, prompts, tokens):
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     # One by one: the statistics of a row are then those of its own calls.
     return [pair.generate(prompt, tree=f"chain:{AHEAD}", **options) for prompt in prompts]
@@ -92,13 +92,13 @@ def exports(tmp_path_factory):
     """The pair in a format, made once."""
     place, made = tmp_path_factory.mktemp("exports"), {}
 
-    def export(form: str) -> dict[str, Path]:
+    def export(form):
         for role in ("target", "base"):
             out = place / f"{role}.{form}"
             if out not in made:
                 config = ds.ExportConfig(
                     draft=str(PAIR / role),
-                    format=form,  # type: ignore[arg-type]
+                    format=form,
                     out=str(out),
                     dtype="float32",
                 )
@@ -108,11 +108,11 @@ def exports(tmp_path_factory):
     return export
 
 
-def accepted(outputs: Outputs) -> list[int]:
+def accepted(outputs):
     return [out.stats.accepted for out in outputs]
 
 
-def equal_but_for_the_last_step(theirs: list[int], ours: list[int]) -> bool:
+def equal_but_for_the_last_step(theirs, ours):
     """Engines draft no token that could not be emitted, and count the last one as the target's own
     instead.
     """

@@ -66,7 +66,7 @@ pytestmark = pytest.mark.engines
 class Served:
     """A target with drafts, their exports, and what vLLM made of them."""
 
-    def __init__(self, target: str, place: Path) -> None:
+    def __init__(self, target, place):
         self.target, self.place = target, place
         self.proofs: dict[str, Proof] = {}
         self.runs: dict[str, dict[str, Any]] = {}
@@ -78,12 +78,12 @@ class Served:
             "max_num_seqs": SAMPLES,
         }
 
-    def pair(self, kind: str) -> ds.Pair:
+    def pair(self, kind):
         return ds.load_pair(
             self.target, draft=str(self.place / kind), device="cpu", dtype="float32"
         )
 
-    def export(self, name: str, samples: bool = True) -> None:
+    def export(self, name, samples=True):
         kind, form, method = SERVED[name]
         out = self.place / f"{kind}.{form}"
         config = ds.ExportConfig(
@@ -103,7 +103,7 @@ class Served:
             [GREEDY] + [HOT] * (samples and name in SAMPLED),
         )
 
-    def add(self, name: str, draft: dict[str, Any] | None, ways: list[dict[str, Any]]) -> None:
+    def add(self, name, draft, ways):
         more = (
             {}
             if draft is None
@@ -111,7 +111,7 @@ class Served:
         )
         self.runs[name] = {"engine": self.engine | more, "ways": ways}
 
-    def serve(self, prompts: list[list[int]], tokens: int) -> None:
+    def serve(self, prompts, tokens):
         for run in self.runs.values():
             run |= {"prompts": prompts, "max_new_tokens": tokens}
         self.answers = vllm_answers(engine("vllm"), self.runs)["answers"]
@@ -119,7 +119,7 @@ class Served:
             name: answer for name, answer in self.answers.items() if isinstance(answer, dict)
         }
 
-    def as_we_accept(self, name: str, tokens: int) -> int:
+    def as_we_accept(self, name, tokens):
         """Compare greedy answers row by row, and return the number of accepted tokens."""
         rows, pair = self.answers[name][0], self.pair(SERVED[name][0])
         options: dict[str, Any] = {"tree": f"chain:{AHEAD}", "temperature": 0, "ignore_eos": True}

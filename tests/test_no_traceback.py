@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +16,6 @@ from tokenizers.pre_tokenizers import Split
 
 from draftsmith import __main__
 from draftsmith.core.chats import Chat, ChatRefused, Template
-from draftsmith.core.errors import InputError
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.signals import limited
 from draftsmith.core.tokenization import encode, load_tokenizer
@@ -31,10 +29,10 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '[{"prompt": ' + "[" * 100_000])
-def test_json_that_is_nested_too_deeply_is_one_line(tmp_path, tokenizer, content):
+def test_json_that_is_nested_too_deeply_is_one_line(tmp_path, tokenizer, content, golden):
     path = tmp_path / "rows.json"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"^\S+rows\.json: cannot be read \(maximum recursion"):
+    with golden.raises():
         read_prompts(str(path), tokenizer)
 
 
@@ -51,18 +49,18 @@ def test_a_date_that_python_cannot_hold_does_not_stop_a_column_that_is_read(
     assert (len(found.prompts), len(found.skipped)) == (3, 0)
 
 
-def test_a_date_within_a_column_of_structures_is_one_line(tmp_path, tokenizer):
+def test_a_date_within_a_column_of_structures_is_one_line(tmp_path, tokenizer, golden):
     late = pa.array([{"at": 10**18}], pa.struct([("at", pa.timestamp("us"))]))
     pq.write_table(pa.table({"made": late, "prompt": ["a"]}), tmp_path / "rows.parquet")
-    with pytest.raises(InputError, match=r"rows\.parquet: cannot be read \(date value out of"):
+    with golden.raises():
         read_prompts(str(tmp_path / "rows.parquet"), tokenizer)
 
 
-def test_a_pipe_is_refused_at_once(tmp_path, tokenizer):
+def test_a_pipe_is_refused_at_once(tmp_path, tokenizer, golden):
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
-    for source, reason in ((str(pipe), "can be read twice"), ("-", "no such file")):
-        with pytest.raises(InputError, match=reason):
+    for source in (str(pipe), "-"):
+        with golden.raises():
             read_prompts(source, tokenizer)
 
 
@@ -80,25 +78,20 @@ def test_a_last_line_that_is_half_written_is_said_to_grow(tmp_path, tokenizer, e
 @pytest.mark.parametrize(
     "template", ["{{ 2.0 ** 99999 }}", "{{ 1 // 0 }}", "{{ [][3] + 1 }}", "{{ range(10 ** 9) }}"]
 )
-def test_whatever_a_template_raises_is_a_refusal(target_dir, template):
+def test_whatever_a_template_raises_is_a_refusal(target_dir, template, golden):
     tokenizer = load_tokenizer(target_dir, chat_template=template)
-    with pytest.raises(ChatRefused, match="the chat template refuses it"):
+    with golden.raises(ChatRefused):
         Template(tokenizer).prompt(Chat([{"role": "user", "content": "a"}]))
 
 
-def test_a_template_without_end_is_refused_before_the_work(door, target_dir, monkeypatch):
+def test_a_template_without_end_is_refused_before_the_work(door, target_dir, monkeypatch, golden):
     monkeypatch.setattr("draftsmith.core.tokenization._RENDER_S", 0.2)
-    refused = door.refused(
-        *("decode", "--target", target_dir, "--prompt", "a", "--chat_template", ENDLESS)
-    )
-    assert refused == (
-        f"draftsmith decode: {target_dir}: the chat template does not end within 0.2 s\n"
-    )
+    door.refused(*("decode", "--target", target_dir, "--prompt", "a", "--chat_template", ENDLESS))
     # One that does not end for some chats alone refuses those.
     some = "{% if messages | length > 1 %}" + ENDLESS + "{% endif %}"
     tokenizer = load_tokenizer(target_dir, chat_template=some)
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ChatRefused, match="does not end within"):
+    with golden.raises(ChatRefused):
         Template(tokenizer).prompt(Chat([*turns, turns[0]]))
 
 
@@ -111,7 +104,7 @@ def test_a_bound_ends_with_its_block_and_is_for_the_main_thread():
             pass
     ended: list[int] = []
 
-    def work() -> None:
+    def work():
         with limited(0.001):
             ended.append(sum(range(300_000)))
 
@@ -121,10 +114,10 @@ def test_a_bound_ends_with_its_block_and_is_for_the_main_thread():
     assert ended
 
 
-def test_a_tokenizer_that_panics_skips_the_row(tmp_path, target_dir):
+def test_a_tokenizer_that_panics_skips_the_row(tmp_path, target_dir, golden):
     tokenizer = load_tokenizer(target_dir)
     tokenizer.backend_tokenizer.pre_tokenizer = Split(Regex(r"^(\w+\s?)*$"), "isolated")
-    with pytest.raises(InputError, match=r"the tokenizer cannot read it \(.*retry-limit"):
+    with golden.raises():
         encode(tokenizer, "word " * 30 + "!")
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "word " * 30 + "!"}, {"prompt": "word"}]
@@ -139,13 +132,13 @@ FULL = "[enforce fail] DefaultCPUAllocator: can't allocate memory"
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("can't start new thread"), RuntimeError(FULL)]
 )
-def test_a_machine_without_memory_is_one_line(monkeypatch, capsys, error):
-    def fail(*_: object) -> None:
+def test_a_machine_without_memory_is_one_line(monkeypatch, capsys, error, golden):
+    def fail(*_):
         raise error
 
     monkeypatch.setattr(__main__, "run", fail)
     assert __main__.main(["status", "x"]) == 1
-    assert capsys.readouterr().err.startswith("draftsmith status: no memory is left (")
+    golden(capsys.readouterr().err)
 
 
 def test_an_out_that_is_deleted_meanwhile_is_one_line(
@@ -153,17 +146,16 @@ def test_an_out_that_is_deleted_meanwhile_is_one_line(
 ):
     out = tmp_path / "set"
 
-    def finish_what_is_gone(*words: Any) -> None:
+    def finish_what_is_gone(*words):
         shutil.rmtree(out)
         _finish(*words)
 
     monkeypatch.setattr("draftsmith.distill.manifest._finish", finish_what_is_gone)
     words = ["distill", "--target", target_dir, "--prompts", prompts_file, "--max_new_tokens", 4]
-    refused = door.refused(*words, "--out", out, code=1)
-    assert "part-00000.parquet: was deleted while the run wrote; run it again" in refused
+    door.refused(*words, "--out", out, code=1)
 
 
-def test_a_directory_that_was_deleted_is_one_line(tmp_path):
+def test_a_directory_that_was_deleted_is_one_line(tmp_path, golden):
     gone = tmp_path / "gone"
     gone.mkdir()
     code = "import os, sys; os.rmdir(os.getcwd()); os.execv(sys.argv[1], sys.argv[1:])"
@@ -175,5 +167,5 @@ def test_a_directory_that_was_deleted_is_one_line(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.stderr == "draftsmith: this directory was deleted; change to another one\n"
+    golden(done.stderr)
     assert done.returncode == 2

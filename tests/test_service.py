@@ -53,17 +53,17 @@ class Client:
     status: int = 0
     pieces: list[str] = field(default_factory=list)
 
-    async def post(self, app: Any, path: str, **body: object) -> str:
+    async def post(self, app, path, **body):
         """Return the answer."""
         gone = asyncio.Event()
         sending = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
-        async def receive() -> dict[str, Any]:
+        async def receive():
             if not sending:
                 await gone.wait()
             return sending.pop() if sending else {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message):
             self.status = message.get("status", self.status)
             if text := message.get("body"):
                 self.pieces.append(text.decode())
@@ -82,7 +82,7 @@ class Client:
         return "".join(self.pieces)
 
 
-def memory() -> int:
+def memory():
     """Bytes of this process, after what is free has been given back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -100,7 +100,7 @@ def test_a_service_answers_500_requests_with_flat_memory(service):
     }
     left: list[Client] = []
 
-    async def ask(number: int) -> None:
+    async def ask(number):
         name, prompt = ("one", "two")[number % 2], prompts[number % 3]
         options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 12}
         if number % 5 == 0:
@@ -113,11 +113,11 @@ def test_a_service_answers_500_requests_with_flat_memory(service):
         else:
             assert await Client().post(app, f"/{name}/stream", **options) == answers[name, prompt]
 
-    async def serve(numbers: range) -> None:
+    async def serve(numbers):
         for first in numbers[::AT_ONCE]:
             await asyncio.gather(*(ask(number) for number in range(first, first + AT_ONCE)))
 
-    async def all_requests() -> tuple[list[int], list[int]]:
+    async def all_requests():
         sizes, threads = [], []
         for first in range(0, REQUESTS, 100):
             await serve(range(first, first + 100))

@@ -48,7 +48,7 @@ print(json.dumps([code, seconds, modules, err.getvalue()]))
 """
 
 
-def measured(words: list[str] | None) -> tuple[int, float, set[str], str]:
+def measured(words):
     """(exit code, processor seconds, top-level modules that were imported, standard error) of a
     command.
     """

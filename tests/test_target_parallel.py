@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 from draftsmith.core import ranks
-from draftsmith.core.errors import InputError
 from draftsmith.core.large_target import all_have, is_divided, own_share, whole
 from draftsmith.core.models import load_model
 from draftsmith.core.teacher_rows import COLUMN, unpack
@@ -53,21 +52,21 @@ def test_groups_divide_the_work(groups_of_two, monkeypatch, rank, own, leads):
 
 
 REFUSED = [
-    ({}, 3, 2, "3 processes do not make groups of 2"),
-    ({}, 1, 2, "1 processes do not make groups of 2"),
-    ({"num_key_value_heads": 1}, 2, 2, r"does not divide 1 \(num_key_value_heads"),
-    ({"model_type": "gpt2"}, 2, 2, "transformers cannot divide a GPT2LMHeadModel"),
+    ({}, 3, 2),
+    ({}, 1, 2),
+    ({"num_key_value_heads": 1}, 2, 2),
+    ({"model_type": "gpt2"}, 2, 2),
 ]
 
 
-@pytest.mark.parametrize(("changes", "processes", "count", "reason"), REFUSED)
+@pytest.mark.parametrize(("changes", "processes", "count"), REFUSED)
 def test_what_cannot_be_divided_is_one_line(
-    changes, processes, count, reason, tmp_path, monkeypatch
+    changes, processes, count, tmp_path, monkeypatch, golden
 ):
     kind = changes.pop("model_type", "llama")
     made(kind, tmp_path, **changes)
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    with pytest.raises(InputError, match=f"^--target_parallel {count}: {reason}"):
+    with golden.raises():
         load_model(str(tmp_path), device="cpu", target_parallel=count)
 
 
@@ -79,8 +78,8 @@ def test_a_model_of_one_process_is_whole(target_dir):
 
 
 @pytest.mark.parametrize("options", [{"kind": "dspark"}, {"kind": "eagle", "states": "s"}])
-def test_what_needs_the_target_alone_is_refused(options, target_dir):
-    with pytest.raises(InputError, match="^target_parallel: is not for states"):
+def test_what_needs_the_target_alone_is_refused(options, target_dir, golden):
+    with golden.raises():
         TrainConfig(out="o", data=["d"], target=target_dir, target_parallel=2, **options)
 
 
@@ -97,20 +96,20 @@ def families(tmp_path, draft_dir):
 class Road:
     """The words of each stage for a family; `how` names the outputs."""
 
-    def __init__(self, directory: Path, draft: str, kind: str, how: str) -> None:
+    def __init__(self, directory, draft, kind, how):
         self.directory = directory
         self.draft = draft
         self.kind = kind
         self.out = directory / f"{kind}-{how}"
         self.target = f"--target {directory / kind} --device cpu"
 
-    def distill(self) -> list[str]:
+    def distill(self):
         return (
             f"distill {self.target} --prompts {self.directory / 'prompts.jsonl'} --temperature 1 "
             f"--max_new_tokens 8 --part_rows 4 --batch_size 3 --teacher_top_k 8 --out {self.out}"
         ).split()
 
-    def train(self, what: str, rows: int = 4) -> list[str]:
+    def train(self, what, rows=4):
         data = self.directory / f"{self.kind}-one"
         return (
             f"train {self.target} --data {data} --heldout {data} --max_length 40 --steps 3 "
@@ -119,14 +118,14 @@ class Road:
             f"--out {self.out}-draft {what}"
         ).split()
 
-    def evaluate(self) -> list[str]:
+    def evaluate(self):
         draft = self.directory / f"{self.kind}-one-draft"
         return (
             f"eval {self.target} --draft drafted={draft} --id own={self.directory}/prompts.jsonl "
             f"--max_prompts 3 --max_new_tokens 6 --out {self.out}-eval {PAIR}"
         ).split()
 
-    def align(self) -> list[str]:
+    def align(self):
         return (
             f"align {self.target} --prompts {self.directory / 'prompts.jsonl'} "
             f"--draft {self.draft} --eval.max_prompts 2 --out {self.out}-align "
@@ -134,7 +133,7 @@ class Road:
         ).split()
 
 
-def counted(out: Path) -> dict[str, Any]:
+def counted(out):
     """Tokens and counts of decoding, and alphas, by measurement."""
     cells = {path.name: json.loads(path.read_text()) for path in (out / "cells").glob("*.json")}
     kept = {}
@@ -146,7 +145,7 @@ def counted(out: Path) -> dict[str, Any]:
     return kept
 
 
-def outcome(cell: dict[str, Any]) -> Any:
+def outcome(cell):
     """The alphas of a reading; of another cell all of it."""
     read = "counts" in cell and cell["counts"][0][0] == "alpha"
     return cell["counts"][0][1] if read else cell
@@ -184,7 +183,7 @@ def test_two_processes_with_one_target_are_one(families, draft_dir, door, launch
     (families / "jobs.json").write_text(json.dumps(jobs))
     launch(["--config_file", CONFIGS / "cpu2.yaml"], families / "driver.py", families / "jobs.json")
 
-    def said(job: int, what: str) -> list[str]:
+    def said(job, what):
         return [(families / f"{job}.{rank}.{what}").read_text() for rank in (0, 1)]
 
     for number, job in enumerate(jobs):

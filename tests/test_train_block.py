@@ -34,11 +34,11 @@ def target():
     return make_target()
 
 
-def seeded(batch: Batch, *seeds: int) -> Batch:
+def seeded(batch, *seeds):
     return replace(batch, seeds_B=torch.tensor(seeds))
 
 
-def anchors(trainee: Any, batch: Batch) -> list[list[int]]:
+def anchors(trainee, batch):
     places = trainee.blocks(batch)[1]
     return [(row >= 0).nonzero().flatten().tolist() for row in places]
 
@@ -129,7 +129,7 @@ def test_calibration_finds_the_temperatures_that_a_confidence_lacks(target):
     assert isinstance(trainee, BlockTrainee)
     random = torch.Generator().manual_seed(1)
 
-    def slots(batch: Batch) -> Slots:
+    def slots(batch):
         logits_2N = 1.5 * torch.randn(2, 400, generator=random)
         at = torch.arange(400).repeat(2)
         depth_N = torch.arange(2).repeat_interleave(400)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from draftsmith.core.errors import InputError
 from draftsmith.drafts.heads.borrowed import OutputProjection
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.chunked import Output, TokenLoss
@@ -30,7 +29,7 @@ N, H, TARGET = 13, 6, 11
 SIZES = [7, TARGET, 15]
 
 
-def problem(size: int = TARGET) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, Tensor]:
+def problem(size=TARGET):
     torch.manual_seed(size)
     draft, target = (
         nn.Linear(H, size, dtype=torch.float64),
@@ -43,7 +42,7 @@ def problem(size: int = TARGET) -> tuple[Tensor, nn.Linear, Tensor, nn.Linear, T
     return hidden, draft, teaching, target, torch.randint(min(size, TARGET), (N,))
 
 
-def plain_distributions(draft_NV: Tensor, target_NW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def plain_distributions(draft_NV, target_NW):
     """Of plain models: the target's distribution on the draft's tokens, alpha, and the mass that
     the draft lacks.
     """
@@ -100,7 +99,7 @@ def test_stored_rows_are_laws_over_the_top_and_one_more():
     p, q = target.softmax(-1), draft.softmax(-1)
     top = stored.top_ids_NK
 
-    def parts(target_p: Tensor) -> Tensor:
+    def parts(target_p):
         named = target_p.gather(1, top)
         return torch.cat([named, 1 - named.sum(-1, keepdim=True)], -1)
 
@@ -226,19 +225,17 @@ def test_a_models_own_loss_is_the_trainees(kind):
     assert all(p.grad is None for p in target.parameters())
 
 
-def test_a_model_whose_logits_are_made_otherwise_is_refused():
+def test_a_model_whose_logits_are_made_otherwise_is_refused(golden):
     model: Any = tiny_family("llama")
     # Llama does not bound its logits, whatever its configuration says.
     model.config.final_logit_softcapping = 0.1
-    with pytest.raises(
-        InputError, match="draft: LlamaForCausalLM has no output projection that gives its logits"
-    ):
+    with golden.raises():
         find_projection(model, "draft")
-    with pytest.raises(InputError, match="target: LlamaModel has no output projection"):
+    with golden.raises():
         find_projection(model.base_model, "target")
 
 
-def batch_of(size: int = 61) -> Batch:
+def batch_of(size=61):
     torch.manual_seed(5)
     ids = torch.randint(2, size, (3, 12))
     labels = ids.roll(-1, 1)

@@ -5,7 +5,6 @@ run.
 import json
 import math
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,20 +12,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig
 
 from draftsmith.core import teacher_rows
-from draftsmith.core.errors import InputError
 from draftsmith.core.io import sha256_file
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads
-from draftsmith.drafts.load import Draft
 from draftsmith.train.batch import IGNORE, LossSums, pack, packing_method
 from draftsmith.train.batches import collate
 from draftsmith.train.config import Optim
 from draftsmith.train.data import (
-    Examples,
     chats_read_once,
     divide,
     document_tokens,
@@ -55,7 +50,7 @@ from tests.train_laws import FAMILIES, SIZES, tiny_family
 Row = dict[str, Any]
 
 
-def write(directory: Path, rows: list[Row]) -> str:
+def write(directory, rows):
     """A distilled set of these rows."""
     directory.mkdir(parents=True)
     path = directory / "part-00000.parquet"
@@ -68,11 +63,11 @@ def write(directory: Path, rows: list[Row]) -> str:
     return str(directory)
 
 
-def examples_of(tmp_path: Path, name: str, rows: list[Row], max_length: int = 24) -> Examples:
+def examples_of(tmp_path, name, rows, max_length=24):
     return load_examples([write(tmp_path / name, rows)], None, max_length)
 
 
-def pairs(*rows: tuple[list[int], list[int]]) -> list[Row]:
+def pairs(*rows):
     return [{"prompt_ids": prompt, "response_ids": response} for prompt, response in rows]
 
 
@@ -121,7 +116,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(draft_dir):
     assert sum(len(group["params"]) for group in rest.param_groups) == len(names) - len(layers)
 
 
-def muons(draft: Draft) -> set[str]:
+def muons(draft):
     taken = set(map(id, hidden_matrices(draft)))
     return {name for name, parameter in draft.named_parameters() if id(parameter) in taken}
 
@@ -167,7 +162,7 @@ def test_tau_of_training_is_that_of_the_default_chain():
     depths.
     """
 
-    def tau(alphas: list[float]) -> float:
+    def tau(alphas):
         zero = torch.tensor(0.0)
         alpha_D = torch.tensor(alphas, dtype=torch.float64)
         sums = LossSums(zero, zero, alpha_D, torch.ones(len(alphas)))
@@ -215,13 +210,13 @@ def test_labels_by_hand(tmp_path):
     assert collate(examples, [2, 0]).ids_BT.tolist() == [[2, 1, 0, 0, 0, 0], [5, 6, 7, 8, 9, 1]]
 
 
-def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path):
+def test_rows_are_cut_and_rows_without_a_response_are_dropped(tmp_path, golden):
     rows = pairs(([1, 2], [3, 4, 5]), ([1, 2, 3, 4], [5]), ([1], []), ([], [7]), ([9] * 6, [1]))
     examples = examples_of(tmp_path, "set", rows, max_length=4)
     assert examples.dropped == 4
     assert examples.valid_tokens.tolist() == [2]
     assert collate(examples, [0]).ids_BT.tolist() == [[1, 2, 3, 4]]
-    with pytest.raises(InputError, match="raise max_length"):
+    with golden.raises():
         load_examples([str(tmp_path / "set")], None, 2)
 
 
@@ -247,16 +242,16 @@ def test_text_is_packed_with_its_ends(tmp_path, tokenizer):
 CHAT = [("user", "Who?"), ("assistant", "The fox"), ("user", "And?"), ("assistant", "the dog")]
 
 
-def turns_of(*turns: tuple[str, str]) -> list[dict[str, Any]]:
+def turns_of(*turns):
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def test_a_chat_is_trained_on_all_its_answers(tmp_path, tokenizer, monkeypatch, capsys):
+def test_a_chat_is_trained_on_all_its_answers(tmp_path, tokenizer, monkeypatch, capsys, golden):
     template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     source = write_rows(tmp_path / "m.jsonl", {"messages": turns_of(*CHAT)})
     examples = load_examples([source], tokenizer, 64)
-    assert f"{source}: 2 answers of 1 rows are trained, 0 left out" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
     cuts = []
     for row in examples.rows:
         prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
@@ -272,7 +267,7 @@ def test_a_chat_is_trained_on_all_its_answers(tmp_path, tokenizer, monkeypatch, 
     assert labels[first:-1] == row["response_ids"]
 
 
-def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypatch):
+def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypatch, golden):
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
         "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -288,9 +283,7 @@ def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypat
         assert prompt[: len(ids)] == ids
         mask += [0] * (len(prompt) - len(ids)) + [1] * len(response)
         ids = prompt + response
-    assert (
-        tokenizer.decode(ids) == "[user]Who?[assistant]The fox</s>[user]And?[assistant]the dog</s>"
-    )
+    golden(tokenizer.decode(ids))
     masked = write_rows(tmp_path / "ids.jsonl", {"input_ids": ids, "loss_mask": mask})
     by_ids = load_examples([masked], tokenizer, 128)
     assert by_ids.valid_tokens.tolist() == by_text.valid_tokens.tolist()
@@ -303,7 +296,7 @@ def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypat
     assert len(training.rows) == len(heldout.rows) == 2
 
 
-def test_an_answer_that_the_template_rewrites_is_left_out_and_counted(tmp_path, capsys):
+def test_an_answer_that_the_template_rewrites_is_left_out_and_counted(tmp_path, capsys, golden):
     family = FAMILIES_OF_CHATS["qwen3"].tokenizer
     thinks = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2."}
     last = {"role": "assistant", "content": "9", "reasoning_content": "4 and 5."}
@@ -317,8 +310,7 @@ def test_an_answer_that_the_template_rewrites_is_left_out_and_counted(tmp_path, 
     examples = load_examples([source], family, 1024)
     assert len(examples.rows) == 3
     said = capsys.readouterr().err
-    assert "3 answers of 3 rows are trained, 1 left out: key 'messages': the chat template" in said
-    assert "rewrites it once the chat goes on (row 1)" in said
+    golden(said)
     # Without thoughts the template keeps each answer as a server's target writes it.
     examples = load_examples([source], family, 1024, thinking=False)
     assert len(examples.rows) == 4
@@ -380,7 +372,7 @@ def test_what_is_asked_is_on_one_side_whatever_the_date(tmp_path):
     assert {int(row["asked"], 16) for row in heldout.rows} <= set(trained_prompts(heldout))
 
 
-def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
+def random_rows(seed, count, longest=9):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(0, longest, (count, 2)) + [0, 1]
     lengths[lengths.sum(1) < 2] = [1, 2]
@@ -389,7 +381,7 @@ def random_rows(seed: int, count: int, longest: int = 9) -> list[Row]:
     )
 
 
-def chat_rows(first: int) -> list[Row]:
+def chat_rows(first):
     """A chat of three turns, whose second answer has another end than the template writes; a third
     turn whose history was rewritten; and samples of one token.
     """
@@ -476,7 +468,7 @@ def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path, kind):
     trainee = LMTrainee(draft, parse_objective("fkl"), target, packing=True)
     assert trainee.packing == ("mask" if kind == "opt" else "positions")
 
-    def totals(examples: Examples) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def totals(examples):
         draft.zero_grad(set_to_none=True)
         sums = trainee(collate(examples, range(len(examples))))
         sums.loss.backward()
@@ -496,14 +488,12 @@ def test_packed_losses_and_gradients_are_the_unpacked_ones(tmp_path, kind):
         )
 
 
-def test_a_recurrent_model_is_refused():
+def test_a_recurrent_model_is_refused(golden):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=1)
     )
-    with pytest.raises(
-        InputError, match="packing: target .MambaForCausalLM. cannot .*; set packing to false"
-    ):
+    with golden.raises():
         packing_method(model, "target")
 
 
@@ -532,7 +522,7 @@ def test_replay_is_spread_evenly_and_a_function_of_the_place(tmp_path):
     )
 
 
-def stored_rows() -> list[Row]:
+def stored_rows():
     rows = pairs(([5, 6], [7, 8, 9]), ([], [3, 4]), ([2] * 4, [10, 11, 12]))
     for row in rows:
         tokens = np.array(row["response_ids"])
@@ -562,7 +552,7 @@ def test_the_teachers_columns_follow_the_labels(tmp_path):
     assert moved.stored is not None and moved.positions_BT is not None
 
 
-def packed_rows(ids: Any, logprobs: Any, tail: Any) -> bytes:
+def packed_rows(ids, logprobs, tail):
     return teacher_rows.pack(np.array(ids), np.array(logprobs, float), np.array(tail, float), 290)
 
 

@@ -4,9 +4,7 @@ cached features.
 
 import copy
 import shutil
-from collections.abc import Iterator, Sequence
 from functools import partialmethod
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -24,7 +22,7 @@ from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.unrolled_attention import UNROLLED, attention
-from draftsmith.train.batch import IGNORE, Batch, LossSums
+from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.draft_setup import compile_layers
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
@@ -42,7 +40,7 @@ ROWS = [
 ]
 
 
-def make_target(seed: int = 1) -> Any:
+def make_target(seed=1):
     more = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -52,7 +50,7 @@ def make_target(seed: int = 1) -> Any:
     return tiny_family("llama", seed, 0.0, vocab_size=V, num_hidden_layers=4, **more)
 
 
-def make_bounded_target() -> Any:
+def make_bounded_target():
     """A target that bounds its logits and scales its embedding."""
     more = {"initializer_range": 0.3, "final_logit_softcapping": 3.0, "sliding_window": 4096}
     return tiny_family("gemma2", 4, 0.0, vocab_size=V, num_hidden_layers=3, **more)
@@ -77,11 +75,11 @@ PARTS = ("eagle3", "dflash-part")
 every_kind = pytest.mark.parametrize("kind", OPTIONS)
 
 
-def fresh(kind: str, target: Any) -> Any:
+def fresh(kind, target):
     return FRESH[kind.removesuffix("-deep")](target)
 
 
-def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -> Any:
+def trainee_of(kind, target, objective="fkl", **options):
     return TRAINEES[kind.split("-")[0]](
         stirred(fresh(kind, target)),
         parse_objective(objective),
@@ -92,11 +90,11 @@ def trainee_of(kind: str, target: Any, objective: str = "fkl", **options: Any) -
 
 
 @pytest.fixture
-def graphs(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def graphs(kind, monkeypatch):
     """The graphs of compiled layers; those of EAGLE-1 become code, others run as they are."""
     found: list[Any] = []
 
-    def collect(graph: Any, inputs: Any) -> Any:
+    def collect(graph, inputs):
         found.append(graph)
         return compile_fx(graph, inputs) if kind == "eagle" else graph.forward
 
@@ -141,9 +139,7 @@ def test_rows_of_any_length_share_the_graphs_of_compiled_layers(kind, target, gr
     )
 
 
-def batch_of(
-    rows: Sequence[tuple[list[int], list[int]]], width: int | None = None, pad: int = 0
-) -> Batch:
+def batch_of(rows, width=None, pad=0):
     width = width or max(len(a) + len(b) for a, b in rows)
     ids_BT, labels_BT = torch.full((len(rows), width), pad), torch.full((len(rows), width), IGNORE)
     for b, (prompt, response) in enumerate(rows):
@@ -151,13 +147,13 @@ def batch_of(
     return Batch(ids_BT, labels_BT)
 
 
-def fill(ids_T: Tensor, labels_T: Tensor, prompt: list[int], response: list[int]) -> None:
+def fill(ids_T, labels_T, prompt, response):
     tokens, first = torch.tensor(prompt + response), max(len(prompt), 1)
     ids_T[: len(tokens)] = tokens
     labels_T[first - 1 : len(tokens) - 1] = tokens[first:]
 
 
-def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
+def packed_batch(groups):
     width = max(sum(sum(map(len, ROWS[i])) for i in group) for group in groups) + 1
     ids_BT = torch.zeros(len(groups), width, dtype=torch.long)
     labels_BT, documents_BT = torch.full_like(ids_BT, IGNORE), torch.full_like(ids_BT, -1)
@@ -173,9 +169,7 @@ def packed_batch(groups: Sequence[Sequence[int]]) -> Batch:
     return Batch(ids_BT, labels_BT, positions_BT, documents_BT)
 
 
-def decoded(
-    head: Any, target: Any, ids: list[int], at: int, depths: int
-) -> tuple[list[Tensor], list[Tensor]]:
+def decoded(head, target, ids, at, depths):
     """Logits and own features of a draft of the text's tokens behind `at`, one token a forward, as
     the decoder does.
     """
@@ -217,7 +211,7 @@ def decoded(
     return logits, features
 
 
-def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
+def starts(prompt, response, depth):
     """Positions whose feature chooses a root that decoding drafts from, as far as the text tells
     what comes after.
     """
@@ -229,9 +223,7 @@ def starts(prompt: list[int], response: list[int], depth: int) -> list[int]:
     ]
 
 
-def reference(
-    kind: str, trainee: Any, target: Any, objective: str
-) -> tuple[Tensor, list[float], list[int], float]:
+def reference(kind, trainee, target, objective):
     """Loss, alpha and counts by depth, missing mass: one draft at a time, whole logits, plain
     formulas.
     """
@@ -304,7 +296,7 @@ def test_sums_and_gradients_are_those_of_one_draft_at_a_time(kind, objective, ma
         assert sums.missing is None
 
 
-def gradients(trainee: Any, batches: Sequence[Batch]) -> tuple[float, list[Tensor], list[LossSums]]:
+def gradients(trainee, batches):
     trainee.zero_grad(set_to_none=True)
     found = [trainee(batch) for batch in batches]
     for sums in found:
@@ -391,11 +383,11 @@ def test_noise_is_drawn_while_training_only_and_again_the_same_from_the_same_see
     assert float(trainee.eval()(batch).loss.detach()) == float(plain.eval()(batch).loss.detach())
 
 
-def states(seed: int, tokens: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def states(seed, tokens, dtype=torch.float32):
     return torch.randn(2, tokens, H, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def cache_at(directory: Path, **changes: Any) -> StateFiles:
+def cache_at(directory, **changes):
     options: dict[str, Any] = {
         "fingerprint": "a" * 16,
         "dtype": torch.float32,
@@ -429,7 +421,7 @@ def test_drafts_that_read_some_of_the_same_layers_share_them(tmp_path):
     assert swapped is not None and torch.equal(swapped, states(0, 3).flip(0))
 
 
-def on_disk(directory: Path) -> int:
+def on_disk(directory):
     return sum(file.stat().st_size for file in directory.rglob("*.safetensors"))
 
 
@@ -451,7 +443,7 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, pro
 def test_training_on_cached_features_is_training_on_features(kind, dtype, target, tmp_path):
     online = trainee_of(kind, target)(batch_of(ROWS))
 
-    def cache() -> StateFiles:
+    def cache():
         return StateFiles(tmp_path, fingerprint(target), dtype)
 
     first = trainee_of(kind, target, states=cache())(batch_of(ROWS))
@@ -471,5 +463,5 @@ def test_training_on_cached_features_is_training_on_features(kind, dtype, target
     torch.testing.assert_close(first.loss, online.loss, atol=0, rtol=tolerance)
 
 
-def _refuse(*args: Any, **options: Any) -> None:
+def _refuse(*args, **options):
     raise AssertionError("the target was asked")

@@ -2,8 +2,6 @@
 training.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaModel
@@ -72,7 +70,7 @@ def test_held_states_save_forwards_and_change_no_bit(
     forwards: list[tuple[int, ...]] = []
     real = LlamaModel.forward
 
-    def counted(self: LlamaModel, input_ids: Any = None, **options: Any) -> Any:
+    def counted(self, input_ids=None, **options):
         if not self.training and input_ids is not None:
             forwards.append(tuple(input_ids.shape))
         return real(self, input_ids=input_ids, **options)

@@ -4,8 +4,6 @@ Legend: T tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +15,7 @@ from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode.engine import SpeculativeDecoder
 from draftsmith.decode.propose import PROPOSERS
-from draftsmith.decode.propose.protocol import Outcome, Proposal, SessionSetup
+from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.drafts.heads import HEADS, head_kind
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -70,7 +68,7 @@ every_kind = pytest.mark.parametrize("kind", TRAINEES)
 every_head = pytest.mark.parametrize("kind", HEADS)
 
 
-def words(kind: str, target_dir: str, draft_dir: str, distilled: str) -> list[str]:
+def words(kind, target_dir, draft_dir, distilled):
     run = (
         f"train --kind {kind} --target {target_dir} --data {distilled} --max_length 48 --steps "
         "24 --batch_size 8 "
@@ -110,20 +108,20 @@ class Listening:
     distributions.
     """
 
-    def __init__(self, proposer: Any) -> None:
+    def __init__(self, proposer):
         self._proposer = proposer
         self.drafts, self.hidden_layers = proposer.drafts, proposer.hidden_layers
         self.heard: list[tuple[list[int], list[int], Tensor]] = []
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self._proposer, name)
 
-    def start(self, setup: SessionSetup) -> Any:
+    def start(self, setup):
         assert len(setup.prompts) == 1
         session, text, heard = self._proposer.start(setup), list(setup.prompts[0]), self.heard
 
         class Heard:
-            def propose(self, u_BN: Tensor | None) -> Proposal:
+            def propose(self, u_BN):
                 proposal: Proposal = session.propose(u_BN)
                 assert proposal.q_BEV is not None
                 heard.append(
@@ -131,18 +129,18 @@ class Listening:
                 )
                 return proposal
 
-            def commit(self, outcome: Outcome) -> None:
+            def commit(self, outcome):
                 text.extend(outcome.tokens[0])
                 session.commit(outcome)
 
-            def select_rows(self, rows: Sequence[int]) -> None:
+            def select_rows(self, rows):
                 session.select_rows(rows)
 
         return Heard()
 
 
 @torch.no_grad()
-def training_distributions(trainee: Any, text: list[int], drafted: list[int]) -> list[Tensor]:
+def training_distributions(trainee, text, drafted):
     """Distributions `[V]` that training gives the drafted tokens behind `text`, all in one
     forward.
     """
@@ -203,7 +201,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
 def divided(kind, target_dir, draft_dir, distilled):
     run = words(kind, target_dir, draft_dir, distilled)
 
-    def at(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
+    def at(out, steps, size=8, accumulation=1):
         more = (
             f"--out {out} --steps {steps} --batch_size {size} --accumulation {accumulation} "
             "--save_every 1 --keep 9"

@@ -5,18 +5,14 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from draftsmith.core.errors import InputError
-from draftsmith.train.losses import LOSSES, LossFn, jensen_shannon, overlap
+from draftsmith.train.losses import LOSSES, jensen_shannon, overlap
 from draftsmith.train.objective import LOSS_OPTIONS, parse_objective
 
 TARGETED = sorted(set(LOSSES) - {"ce"})
 
 
-def pair(
-    seed: int, rows: int = 6, vocabulary: int = 9, spread: float = 2.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def pair(seed, rows=6, vocabulary=9, spread=2.0):
     source = torch.Generator().manual_seed(seed)
     draft, target = (
         spread * torch.randn(2, rows, vocabulary, generator=source, dtype=torch.float64)
@@ -24,7 +20,7 @@ def pair(
     return draft, target, torch.randint(vocabulary, (rows,), generator=source)
 
 
-def slope(loss: LossFn, draft: Tensor, target: Tensor | None, tokens: Tensor) -> Tensor:
+def slope(loss, draft, target, tokens):
     leaf = draft.clone().requires_grad_()
     (found,) = torch.autograd.grad(loss(leaf, target, tokens).sum(), leaf)
     return found
@@ -68,7 +64,7 @@ def test_equal_laws_cost_nothing_and_others_something(name):
 def test_gradients_against_differences(name):
     draft, target, tokens = pair(4, rows=3, vocabulary=6)
 
-    def value(logits: Tensor) -> Tensor:
+    def value(logits):
         return LOSSES[name](logits, target, tokens)
 
     assert torch.autograd.gradcheck(value, (draft.requires_grad_(),))
@@ -193,7 +189,7 @@ def test_temperature(name):
         ("fkl@topk", "after '@' write dpace"),
     ],
 )
-def test_a_wrong_name_is_answered_in_one_line(spec, message):
-    with pytest.raises(InputError, match="^objective: ") as caught:
+def test_a_wrong_name_is_answered_in_one_line(spec, message, golden):
+    with golden.raises() as caught:
         parse_objective(spec)
     assert message in str(caught.value)

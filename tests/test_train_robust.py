@@ -5,7 +5,6 @@ options.
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -94,11 +93,11 @@ def words(answers, dropout_dir):
     ).split()
 
 
-def last_line(err: str) -> str:
+def last_line(err):
     return err.strip().splitlines()[-1]
 
 
-def checkpoints(place: Path) -> list[str]:
+def checkpoints(place):
     return sorted(path.name for path in (place / "draft/run/checkpoints").glob("*"))
 
 
@@ -147,7 +146,7 @@ draftsmith.train.loop.evaluate = lambda *words: {
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
+def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn, golden):
     trap = "before(draftsmith.train.loop, 'learning_rate', 11, KILL)"
     spawn(*words, cwd=tmp_path, patch=BEFORE + trap).wait(-9)
     assert checkpoints(tmp_path) == ["step_00000006", "step_00000009"]
@@ -157,10 +156,7 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     file.write_bytes(content)
     shutil.copytree(tmp_path / "draft", tmp_path / "both" / "draft")
     _, err = spawn(*words, cwd=tmp_path).wait()
-    assert (
-        "optimizer.safetensors is not what was written; continuing from the checkpoint before it"
-        in err
-    )
+    golden(err)
     # When no checkpoint is whole there is nothing to continue from, and nothing is thrown away
     # unasked.
     (tmp_path / "both/draft/run/checkpoints/step_00000006/state.json").unlink()
@@ -168,9 +164,8 @@ def test_a_damaged_checkpoint_is_passed_over(words, tmp_path, spawn):
     before = result(tmp_path / "both")
     del before["draft/run.json"]  # says where it lies now
     out, err = spawn(*words, cwd=tmp_path / "both").wait(1)
-    assert not out and last_line(err).endswith(
-        "none of its checkpoints is whole; delete it to start again"
-    )
+    assert not out
+    golden(last_line(err))
     after = result(tmp_path / "both")
     assert before == {name: after[name] for name in before}
 

@@ -13,14 +13,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
-from draftsmith.train.batch import Batch
 from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.data import load_examples
-from draftsmith.train.job import TrainingJob
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.stream import order
 from draftsmith.train.trainees.lm import LMTrainee
@@ -111,10 +108,10 @@ def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn
     } < set(found)
 
 
-def _killed_at(door: Any, monkeypatch: pytest.MonkeyPatch, step: int, *words: object) -> None:
+def _killed_at(door, monkeypatch, step, *words):
     """Run until this step, which never ends."""
 
-    def die(job: TrainingJob, now: int) -> list[Batch]:
+    def die(job, now):
         if now == step:
             raise KeyError("killed")
         return make_batches(job, now)
@@ -163,9 +160,7 @@ def test_a_step_is_its_rows_however_they_are_divided(
     assert max(float((a - b).abs().max()) for a, b in zip(means, wanted, strict=True)) > 1e-2
 
 
-def my_forward_kl(
-    draft_NV: torch.Tensor, target_NV: torch.Tensor, tokens_N: torch.Tensor
-) -> torch.Tensor:
+def my_forward_kl(draft_NV, target_NV, tokens_N):
     p_NV = target_NV.softmax(-1)
     return (p_NV * (target_NV.log_softmax(-1) - draft_NV.log_softmax(-1))).sum(-1)
 
@@ -173,15 +168,13 @@ def my_forward_kl(
 class OwnCrossEntropy:
     needs_target = False
 
-    def __call__(
-        self, draft_NV: torch.Tensor, target_NV: object, tokens_N: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, draft_NV, target_NV, tokens_N):
         assert target_NV is None
         return torch.nn.functional.cross_entropy(draft_NV, tokens_N, reduction="none")
 
 
-def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
-    def config(out: str, **more: Any) -> TrainConfig:
+def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys, golden):
+    def config(out, **more):
         sizes: dict[str, Any] = {
             "max_length": 48,
             "steps": 3,
@@ -199,7 +192,7 @@ def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
         assert own["heldout_loss"] == pytest.approx(named["heldout_loss"], rel=1e-5)
         close(tmp_path / f"own-{name}", tmp_path / name, atol=1e-5)
         shown = capsys.readouterr().err
-        assert f"train {name}" in shown and "train custom:" in shown
+        assert name in shown and "custom:" in shown
     record = json.loads((tmp_path / "own-fkl/draftsmith.json").read_text())
     assert (
         record["objective"] == record["config"]["objective"] == f"custom:{__name__}.my_forward_kl"
@@ -209,27 +202,21 @@ def test_a_loss_of_ones_own(tmp_path, distilled, draft_dir, target_dir, capsys):
         train(config("own-fkl", target=target_dir), loss=my_forward_kl)["fingerprint"]
         == record["fingerprint"]
     )
-    with pytest.raises(
-        InputError, match="objective is .*my_forward_kl.*, now it is .*OwnCrossEntropy"
-    ):
+    with golden.raises():
         train(config("own-fkl", target=target_dir), loss=OwnCrossEntropy())
-    refused: list[tuple[Any, dict[str, Any], str]] = [
-        (my_forward_kl, {}, "target: objective custom:.*my_forward_kl needs the target"),
-        (
-            lambda *given: given[0].sum(),
-            {"target": target_dir},
-            r"loss: .* returned \[\]; return one value",
-        ),
-        ("fkl", {"target": target_dir}, "loss: is a function of your own; objective='fkl' names"),
+    refused: list[tuple[Any, dict[str, Any]]] = [
+        (my_forward_kl, {}),
+        (lambda *given: given[0].sum(), {"target": target_dir}),
+        ("fkl", {"target": target_dir}),
     ]
-    for wrong, more, message in refused:
-        with pytest.raises(InputError, match=message):
+    for wrong, more in refused:
+        with golden.raises():
             train(config("refused", **more), loss=wrong)
         shutil.rmtree(tmp_path / "refused", ignore_errors=True)
 
 
 def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
-    words, tmp_path, door, monkeypatch
+    words, tmp_path, door, monkeypatch, golden
 ):
     monkeypatch.chdir(tmp_path)
     # A rate so high that the weights get worse after a while.
@@ -242,16 +229,15 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     assert summary["heldout_loss"] == pytest.approx(losses[best], rel=1e-6)
     # Patience: two evaluations after the best one, and no further.
     assert summary["steps"] == best + 8 == max(losses) < 200
-    assert f"best held-out loss {summary['heldout_loss']:.4f}" in out
+    golden(out)
     model = AutoModelForCausalLM.from_pretrained(draft)
     assert model.num_parameters() == sum(
         value.numel() for value in load_file(draft / "model.safetensors").values()
     )
     assert AutoTokenizer.from_pretrained(draft)("The")["input_ids"]
     record = json.loads((draft / "draftsmith.json").read_text())
-    assert record["kind"] == "draft-lm" and record["command"].startswith(
-        "draftsmith train --out draft --data "
-    )
+    assert record["kind"] == "draft-lm"
+    golden(record["command"])
     assert record["data"]["training"]["rows"] + record["data"]["heldout"]["rows"] == 60
     # The checkpoint knows its prompts, so that an evaluation can tell that it is asked about them
     # again.
@@ -269,20 +255,16 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
     before = result(draft)
     code, out, _ = door(*words, *more, "--json")
     assert (code, json.loads(out.splitlines()[-1])) == (0, summary)
-    assert "with other options: optim.lr is 0.3, now it is 0.2" in door.refused(
-        *words, *more, "--optim.lr", "0.2"
-    )
+    door.refused(*words, *more, "--optim.lr", "0.2")
     assert result(draft) == before
     # The same directory without its record could be anyone's.
     os.rename("draft/run", "elsewhere")
     os.unlink("draft/run.json")
-    assert (
-        "holds a model that this run did not make" in door.refused(*words, *more)
-        and not Path("draft/run").exists()
-    )
+    door.refused(*words, *more)
+    assert not Path("draft/run").exists()
 
 
-def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, distilled):
+def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, distilled, golden):
     monkeypatch.chdir(tmp_path)
     Path("t.jsonl").write_text(
         '{"text": "The quick brown fox jumps over the lazy dog. 12345"}\n' * 20
@@ -305,4 +287,5 @@ def test_a_fresh_model_learns_text(tmp_path, door, monkeypatch, draft_dir, disti
     code, _, err = door(
         *f"train --out x --data {distilled} --draft {draft_dir} --draft_config other.json".split()
     )
-    assert code == 2 and "its hidden_size is 16, other.json says 32" in err
+    assert code == 2
+    golden(err)

@@ -21,7 +21,7 @@ FORWARD = ("input_ids", "attention_mask", "position_ids", "logits_to_keep")
 LAYER = ("attention_mask", "position_embeddings", api.LAYER_CACHE)
 
 
-def taken(function) -> list[str]:
+def taken(function):
     return list(signature(function).parameters)
 
 

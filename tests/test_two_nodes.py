@@ -68,7 +68,7 @@ def nodes(tmp_path, target_dir, draft_dir, dropout_dir, answers):
     return tmp_path
 
 
-def launch_nodes(there: Path, jobs: list[list[list[str]]]) -> None:
+def launch_nodes(there, jobs):
     """Run the jobs on two nodes."""
     (there / "driver.py").write_text(DRIVER)
     (there / "jobs.json").write_text(json.dumps(jobs))
