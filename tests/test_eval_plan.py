@@ -164,8 +164,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
     said = door.refused("decode", *words, "--tree", "auto")
     assert "auto reads the plan of a draft, DRAFT/plan.json; `draftsmith plan` makes it" in said
-    out, err = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
-    assert "takes up to about" in err
+    out, _ = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
     assert summary["plan"] == str(plan) and summary["tree"] == found["tree"]
