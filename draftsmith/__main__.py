@@ -148,8 +148,9 @@ def _failed(called: str, error: BaseException) -> int:
             _say(f"{called}: {line}", error)
         return 3
     if lost_others(error):
+        again = "run the same command again to resume"
         error = RunError(
-            "another process ended (killed, if it said nothing); run this again to resume"
+            f"lost another process, whose output says why ({one_line(error)}); {again}"
         )
     called = f"{called}: {whose(error)}"
     if isinstance(error, InputError | RunError):

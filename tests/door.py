@@ -48,7 +48,7 @@ class Door:
         found, _, err = self(*words)
         assert found == code and "Traceback" not in err, err
         command = shlex.join(map(str, words))
-        self._golden(f"$ {command[:300]}\n{code} {err.strip().splitlines()[-1]}")
+        self._golden(f"$ {command}\n{code} {err.strip().splitlines()[-1]}")
         return err
 
     def summary(self, *words: object) -> dict[str, Any]:

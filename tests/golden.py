@@ -56,6 +56,7 @@ class Golden:
             r"\b[0-9a-f]{12,}\b": "HEX",
             r"process \d+ on \S+": "PROCESS",
             r"-tmp\d+": "-tmp",
+            r"\A(\$ [^\n]{120})[^\n]*": r"\1",  # the beginning of a command
             r"\b\d+\.\d{3,}": "#",  # a figure, which versions of libraries round in their own ways
             r"[^\n]*\d%\|[^\n]*": "",  # a bar of progress
         }

@@ -53,11 +53,11 @@ def files(tmp_path_factory):
     }
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def timeless(out: Path) -> dict[str, Any]:
+def timeless(out):
     """Every file that must not depend on how a run went: bytes, and the results without clock
     times.
     """
@@ -197,7 +197,7 @@ def test_the_target_is_loaded_once_before_the_stages_and_once_in_each(
     loads = []
     load = models.load_model
 
-    def counted(name: str, *more: Any, **options: Any) -> Any:
+    def counted(name, *more, **options):
         loads.append(name)
         return load(name, *more, **options)
 
@@ -217,12 +217,12 @@ def test_a_run_goes_on_where_it_was_moved_to(door, files, target_dir, draft_dir,
     shutil.copytree(draft_dir, before / "draft")
     shutil.copy(files["own"], before / "own.jsonl")
 
-    def words(place: Path) -> list[object]:
+    def words(place):
         named = ["--target", place / "target", "--draft", place / "draft"]
         named += ["--prompts", place / "own.jsonl", "--out", place / "out"]
         return [*named, *SMALL, *ONE_WAY]
 
-    def found() -> list[bytes]:
+    def found():
         """All files, as if they had been made where they are now."""
         made = timeless(after / "out")
         made["results"] = json.dumps(made["results"]).encode()
@@ -383,7 +383,7 @@ def test_the_help_is_short_and_points_at_the_commands_of_the_stages(door):
     assert len(re.findall(r"^  -", printed, re.MULTILINE)) <= 20
 
 
-def facts(**changed: Any) -> Facts:
+def facts(**changed):
     usual: dict[str, Any] = {
         "chats": False,
         "own_chats": False,
@@ -403,7 +403,7 @@ def facts(**changed: Any) -> Facts:
 CARD: dict[str, Any] = {"gpu_bytes": 80 << 30}
 
 
-def chosen(config: AlignConfig, **changed: Any) -> dict[str, Any]:
+def chosen(config, **changed):
     """The options of every stage."""
     found: dict[str, Any] = {}
     for name in files_of(config):
@@ -415,7 +415,7 @@ def chosen(config: AlignConfig, **changed: Any) -> dict[str, Any]:
     return found
 
 
-def config_of(**given: Any) -> AlignConfig:
+def config_of(**given):
     return AlignConfig(**{"target": "t", "prompts": "p", "out": "o", "kind": "eagle3"} | given)
 
 
@@ -429,7 +429,7 @@ def test_a_fifth_of_what_prompts_ask_is_held_out_and_not_of_their_rows():
 
 
 def test_a_gpu_answers_as_many_prompts_together_as_its_memory_holds():
-    def together(**changed: Any) -> int:
+    def together(**changed):
         distill: DistillConfig = chosen(config_of(), **changed)["distill"]
         return distill.batch_size
 
@@ -514,7 +514,7 @@ def test_what_cannot_be_is_refused(given, said):
 
 
 def test_names_of_drafts_say_their_objective():
-    def names(*objectives: str) -> list[str]:
+    def names(*objectives):
         config = config_of(objective=list(objectives), policy="id")
         return [draft.name for draft in config.trained()]
 

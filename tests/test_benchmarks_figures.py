@@ -33,11 +33,11 @@ def test_results_are_kept_without_the_paths_of_the_machine(tmp_path):
     assert figures.kept(tmp_path / "docs-root", "demo") == {"config": {"out": "out/demo/eval"}}
 
 
-def sums_of(*values: float) -> PromptSums:
+def sums_of(*values):
     return PromptSums.of(list(values), [1.0] * len(values))
 
 
-def draft(own: float, near: float, far: float) -> dict[str, PromptSums]:
+def draft(own, near, far):
     """alpha of a draft on four prompts of each set, which differ by prompt as the base's do."""
     values = {"own": own, "near": near, "far": far}
     return {name: sums_of(*(value + 0.01 * i for i in range(4))) for name, value in values.items()}

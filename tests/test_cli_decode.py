@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import decode_text, load_tokenizer
 from draftsmith.decode import PROPOSERS, TREES, VERIFIERS
 from draftsmith.drafts.heads import HEADS, save_head
-from draftsmith.outputs import Detokenizer, Output, Piece
+from draftsmith.outputs import Detokenizer, Output
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
@@ -44,11 +43,11 @@ command.Output = dying
 """
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def timeless(rows):
     return [
         {**row, "stats": {k: v for k, v in row["stats"].items() if k != "seconds"}} for row in rows
     ]
@@ -56,7 +55,7 @@ def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("drafted", [True, False])
 def test_rows_are_those_of_the_contract(
-    tmp_path, door, target_dir, draft_dir, prompts_file, drafted
+    tmp_path, door, target_dir, draft_dir, prompts_file, drafted, golden
 ):
     out = tmp_path / "deep" / "rows.jsonl"
     words = [
@@ -115,8 +114,7 @@ def test_rows_are_those_of_the_contract(
     assert summary["skipped"] == [{"row": 4, "reason": "key 'prompt' is empty"}]
     assert summary["tokens"] == sum(len(row["output_ids"]) for row in rows)
     assert summary["tau"] == pytest.approx(summary["tokens"] / summary["target_calls"])
-    skipped = f"{prompts_file}: 1 of 9 rows skipped: key 'prompt' is empty (row 4)"
-    assert f"draftsmith decode: {skipped}" in said
+    golden(said)
 
 
 @pytest.mark.slow
@@ -183,12 +181,12 @@ def test_greedy_text_of_a_pretrained_model_is_the_published_one(door):
     assert found["outputs"][0]["text"].startswith(expected)
 
 
-def test_one_prompt_is_streamed(door, target_dir, draft_dir):
+def test_one_prompt_is_streamed(door, target_dir, draft_dir, golden):
     words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
     words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]
     printed, _ = door.ok(*words)
     summary = json.loads(printed.splitlines()[-1])
-    assert printed.startswith(summary["outputs"][0]["text"] + "\n") and "tokens in" in printed
+    assert printed.startswith(summary["outputs"][0]["text"] + "\n")
     assert (
         summary["outputs"][0]["prompt_ids"]
         == load_tokenizer(target_dir)("# The quick")["input_ids"]
@@ -196,7 +194,7 @@ def test_one_prompt_is_streamed(door, target_dir, draft_dir):
 
 
 def test_a_draft_that_was_trained_for_another_target_is_one_warning(
-    door, target_dir, draft_dir, tmp_path, monkeypatch
+    door, target_dir, draft_dir, tmp_path, monkeypatch, golden
 ):
     monkeypatch.setattr("draftsmith.cli.decode_run.missing_kernel", lambda device: None)
     shutil.copytree(draft_dir, tmp_path / "draft")
@@ -205,18 +203,19 @@ def test_a_draft_that_was_trained_for_another_target_is_one_warning(
     words = ["--target", target_dir, "--draft", str(tmp_path / "draft"), "--prompt", "Return"]
     _, err = door.ok("decode", *words, "--max_new_tokens", "2", "--temperature", "0")
     (line,) = [line for line in err.splitlines() if "warning" in line]
-    assert "was trained for other target weights (big, 0000000000000000)" in line
+    golden(line)
 
 
-def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch):
+def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch, golden):
     monkeypatch.setattr(
         "draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel"
     )
     code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--max_new_tokens", 2)
-    assert code == 0 and err == "draftsmith decode: warning: decoding without its kernel\n"
+    assert code == 0
+    golden(err)
 
 
-def pieces(tokenizer: Any, ids: list[int]) -> Generator[Piece, None, Any]:
+def pieces(tokenizer, ids):
     """The text of ids that come two at a time, the first of them drafted."""
     text = Detokenizer(tokenizer)
     for start in range(0, len(ids), 2):
@@ -229,11 +228,11 @@ def pieces(tokenizer: Any, ids: list[int]) -> Generator[Piece, None, Any]:
 class Recorder(io.StringIO):
     """Remembers what was written piece by piece."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.pieces: list[str] = []
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         self.pieces.append(text)
         return super().write(text)
 
@@ -264,7 +263,7 @@ def test_what_is_streamed_is_the_text_and_no_character_is_torn(target_dir, text)
 
 
 class Terminal(Recorder):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
@@ -543,19 +542,20 @@ REFUSED_TREES = [
 
 @pytest.mark.parametrize(("options", "wrong", "fix"), [*REFUSED_DRAFTS, *REFUSED_TREES])
 def test_what_does_not_go_together_is_refused_in_one_line(
-    door, files, monkeypatch, options, wrong, fix
+    door, files, monkeypatch, options, wrong, fix, golden
 ):
     if (options, wrong, fix) in REFUSED_DRAFTS:
         monkeypatch.setattr("draftsmith.drafts.load.load_model", None)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
     (line,) = err.strip().splitlines()
-    assert (code, out) == (2, "") and line.startswith("draftsmith decode: ")
+    assert (code, out) == (2, "")
+    golden(line)
     assert fix.format(**files) in line.split(wrong.format(**files))[1]
 
 
 def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path, files):
-    def identity(*words: str) -> list[Any]:
+    def identity(*words):
         config, _ = parse(
             DecodeConfig, "decode", ["--target", files["target"], "--prompt", "a", *words]
         )
@@ -579,7 +579,7 @@ def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path
     assert len({canonical_json(each) for each in found}) == len(found)
 
 
-def test_help_ends_with_the_table(door, monkeypatch):
+def test_help_ends_with_the_table(door, monkeypatch, golden):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, err = door("decode", "--help=all")
     assert (code, err) == (0, "")
@@ -590,7 +590,7 @@ def test_help_ends_with_the_table(door, monkeypatch):
         assert all(word in table for word in f"{row.what} {row.trees}".replace(",", " ").split())
     for name in [*PROPOSERS, *TREES, *VERIFIERS]:
         assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
-    assert re.search(r"^  typical .*LOSSY", table, flags=re.MULTILINE)
+    golden(table, having="LOSSY")
     assert (
         "\n--proposer\n"
         not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]

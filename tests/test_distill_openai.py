@@ -54,13 +54,13 @@ def serve(tokenizer):
         )
 
 
-def answered_once(server: Server) -> bool:
+def answered_once(server):
     """Nothing that was answered was asked again; the trial request apart."""
     answered = [key for key in server.answered if json.loads(key)[1] != TRIAL_SEED]
     return len(answered) == len(set(answered)) == 2 * PROMPTS
 
 
-def check_rows(rows: list[dict[str, Any]]) -> None:
+def check_rows(rows):
     """Every row is there once, with the answer that the server gave to its prompt and seed."""
     assert [(row["prompt_id"], row["sample_index"]) for row in rows] == [
         (f"p{number}", sample) for number in range(PROMPTS) for sample in range(2)
@@ -73,7 +73,7 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     assert {row["finish_reason"] for row in rows} == {"stop", "length"}
 
 
-def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve):
+def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve, golden):
     assert door(*words, serve().url, "--teacher_top_k", 3)[0] == 0
     rows = rows_of("set")
     check_rows(rows)
@@ -85,10 +85,8 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
             tail_R, 0.2, atol=1e-3
         )
     code, _, err = door(*words, serve("text").url, "--teacher_top_k", 3, "--out", "other")
-    assert (
-        code == 2
-        and "teacher_top_k: needs vLLM's server, started with --max-logprobs 3 or more" in err
-    )
+    assert code == 2
+    golden(err.strip().splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -96,7 +94,7 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
 )
 def test_log_probabilities_after_the_options_are_no_teacher(drawn, words, door, serve):
     asked = [*words, serve(processed=True).url, "--teacher_top_k", 3]
-    assert "start vLLM with --logprobs-mode raw_logprobs" in door.refused(*asked, *drawn)
+    door.refused(*asked, *drawn)
     assert not Path("set").exists()
     door.ok(*words, serve().url, "--teacher_top_k", 3, *drawn)
     ids_RK, logprobs_RK, tail_R = unpack(rows_of()[0]["teacher"])
@@ -131,13 +129,14 @@ def test_rows_are_what_the_server_drew(words, door, serve, kind):
         assert body["samplers"][0] == "temperature" and body["top_k"] == 0
 
 
-def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve, tokenizer):
+def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve, tokenizer, golden):
     """The served model draws tokens that the tokenizer would never choose for their text, so some
     rows differ.
     """
     server = serve("text", strict_keys=True)
     code, out, err = door(*words, server.url)
-    assert code == 0 and "returns text, not token ids" in err
+    assert code == 0
+    golden(err, having="token ids")
     for row in rows_of():
         drawn, _ = answer_of(row["prompt_ids"], row["seed"] & 0x7FFFFFFF, 10)
         text = tokenizer.decode([token for token in drawn if token != EOS])
@@ -147,21 +146,22 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
         assert row["tokens_from"] == ("text" if same else "text_differs")
     counts = manifest()["tokens_from"]
     assert counts["text"] > 20 and sum(counts.values()) == 80
-    assert f"{counts['text_differs']} rows came as text" in out
+    golden(out, having="came as text")
     # A server that rejects the keys which OpenAI's API does not have is asked without them, if that
     # changes nothing.
     assert (
         not {"top_k", "min_p", "return_token_ids", "repetition_penalty"} & server.bodies[-1].keys()
     )
     code, _, err = door(*words, server.url, "--out", "other", "--top_k", 7)
-    assert code == 2 and err.strip().endswith("does not take top_k; set it to its neutral value")
+    assert code == 2
+    golden(err.strip().splitlines()[-1])
     assert not Path("other").exists()
 
 
 @pytest.mark.parametrize("counts_end", [True, False])
 @pytest.mark.parametrize("lost", [False, True])
 def test_text_is_the_target_s_if_the_server_counts_as_many(
-    lost, counts_end, words, door, serve, tokenizer, target_dir, tmp_path, caplog
+    lost, counts_end, words, door, serve, tokenizer, target_dir, tmp_path, caplog, golden
 ):
     """A server that does not show special tokens, as OpenAI's API has no key for it, loses one of
     every answer: no row of it is what the target drew, whether it ended or was cut.
@@ -181,7 +181,7 @@ def test_text_is_the_target_s_if_the_server_counts_as_many(
     assert differ == 80 if lost else 0 < differ < 40
     train = ["train", "--objective", "ce", "--draft", words[words.index("--target") + 1]]
     door.ok(*train, "--data", "set", "--out", "draft", "--steps", 1, "--max_length", 64)
-    assert f"set: {differ} of 80 rows are a server's text" in caplog.text
+    golden(caplog.messages[-1])
     if lost:
         shows = serve("text", insert=insert)
         door.ok(*words, shows.url, "--out", "other")
@@ -195,7 +195,7 @@ def test_passing_trouble_costs_no_row(words, door, serve):
     ways = [429, "half", 500, "garbage", 503, "reset", 408, 404]
     server = serve()
 
-    def misbehave(number: int) -> int | str | None:
+    def misbehave(number):
         seed = server.bodies[number]["seed"]
         tries = [body["seed"] for body in server.bodies[:number]].count(seed)
         return (
@@ -214,7 +214,9 @@ def test_an_answer_that_takes_too_long_is_asked_again(words, door, serve):
     check_rows(rows_of())
 
 
-def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(words, door, serve, tokenizer):
+def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
+    words, door, serve, tokenizer, golden
+):
     """One row is refused, one always breaks the server, and some get replies that are no
     answers.
     """
@@ -244,14 +246,13 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(words, door, 
         else None
     )
     out, _ = door.ok(*words, server.url)
-    assert f"of 40 prompts {40 - len(wrong)} done, 0 skipped, {len(wrong)} failed" in out
+    golden(out.splitlines()[0])
     assert [(line["row"], line["outcome"]) for line in errors()] == [
         (n + 1, "failed") for n in range(len(wrong))
     ]
     reasons = [line["reason"] for line in errors()]
-    assert reasons[0].startswith("status 422") and all(
-        "tried 8 times" in reason for reason in reasons[1:-2]
-    )
+    assert all("tried 8 times" in reason for reason in reasons[1:-2])
+    golden(reasons[0])
     assert all(reason.startswith("gave ") for reason in reasons[-2:])
     assert server.url not in Path("set/errors.jsonl").read_text()
     assert len(rows_of()) == 2 * (40 - len(wrong)) and manifest()["counts"][
@@ -270,21 +271,19 @@ def test_one_of_two_servers_dies_and_comes_back(words, door, serve):
     assert len(second.bodies) > 16 and len(first.bodies) > 20
 
 
-def test_a_server_that_is_down(words, door, serve, tokenizer):
+def test_a_server_that_is_down(words, door, serve, tokenizer, golden):
     up, down = serve(), Server("vllm", tokenizer)
     down.server_close()
     _, err = door.ok(*words, up.url, down.url)
-    assert (
-        f"draftsmith distill: {down.url}: /models does not answer" in err
-        and "trying it again later" in err
-    )
+    golden(err, having="/models")
     check_rows(rows_of())
     code, _, err = door(*words, down.url, "--out", "other")
-    assert code == 2 and "endpoint: no server answers" in err and "Traceback" not in err
+    assert code == 2 and "Traceback" not in err
+    golden(err.strip().splitlines()[-1])
     assert not Path("other").exists()
 
 
-def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, monkeypatch):
+def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, monkeypatch, golden):
     monkeypatch.setattr(openai, "PATIENCE_S", 0.3)
     monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.5)
@@ -292,9 +291,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, m
     words = [*words, server.url, "--part_rows", "1000", "--concurrency", "4"]
     code, _, err = door(*words, "--timeout_s", 0.5)
     assert code == 1
-    assert "no server has answered for" in err and err.strip().endswith(
-        "run the same command again to resume"
-    )
+    golden(err.strip().splitlines()[-1])
     assert len(server.answered) == 30
     server.misbehave = lambda number: None
     assert door(*words)[0] == 0
@@ -302,13 +299,11 @@ def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, m
     assert answered_once(server)
 
 
-def test_budgets_stop_and_a_larger_one_continues(words, door, serve):
+def test_budgets_stop_and_a_larger_one_continues(words, door, serve, golden):
     server = serve()
     code, _, err = door(*words, server.url, "--max_requests", 30)
     assert code == 1
-    assert (
-        "max_requests: all 30 are spent; raise it, and run the same command again to resume" in err
-    )
+    golden(err.strip().splitlines()[-1])
     assert len(server.answered) == 1 + 30
     code, _, err = door(*words, server.url, "--max_tokens", 200, "--concurrency", 4)
     assert code == 1 and "max_tokens: " in err
@@ -318,16 +313,16 @@ def test_budgets_stop_and_a_larger_one_continues(words, door, serve):
     assert answered_once(server)
 
 
-def test_the_key_is_from_the_environment_and_nowhere_else(words, door, serve, monkeypatch):
+def test_the_key_is_from_the_environment_and_nowhere_else(words, door, serve, monkeypatch, golden):
     """Law 9. A line break behind a key, which files of keys end with, is not part of it."""
     server = serve(key="sk-secret")
     code, _, err = door(*words, server.url)
-    assert code == 2 and "status 401" in err and "put the server's key into OPENAI_API_KEY" in err
+    assert code == 2
+    golden(err.strip().splitlines()[-1])
     monkeypatch.setenv("OPENAI_API_KEY", "sk-wr\nong")
     code, _, err = door(*words, server.url)
-    assert (
-        code == 2 and "the server rejects the key in OPENAI_API_KEY" in err and "sk-wr" not in err
-    )
+    assert code == 2 and "sk-wr" not in err
+    golden(err.strip().splitlines()[-1])
     monkeypatch.setenv("MY_KEY", "sk-secret\n")
     out, err = door.ok(*words, server.url, "--api_key_env", "MY_KEY")
     assert not any(b"sk-secret" in path.read_bytes() for path in Path("set").iterdir())
@@ -345,7 +340,7 @@ def test_the_key_is_out_of_what_a_server_says(spelled):
 
 
 def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
-    words, door, serve, monkeypatch, tokenizer
+    words, door, serve, monkeypatch, tokenizer, golden
 ):
     """Errors that repeat the key, and a list that drips; one row is refused at last, and its reason
     is in every file of the set.
@@ -364,7 +359,7 @@ def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
     server = serve(key=KEY, error=" | ".join(SPELLED), list_drips=1, names="another")
     refused = list(tokenizer("A draft model 7")["input_ids"])
 
-    def misbehave(number: int) -> int | str | None:
+    def misbehave(number):
         if server.bodies[number]["prompt"] == refused:
             return 400
         return faults[number // 3 % 8] if number % 3 == 2 else None
@@ -374,7 +369,8 @@ def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
     counts = manifest()["counts"]
     assert (counts["prompts_done"], counts["prompts_failed"], counts["rows"]) == (39, 1, 78)
     (error,) = errors()
-    assert error["row"] == 8 and error["reason"].startswith("status 400 (")
+    assert error["row"] == 8
+    golden(error["reason"])
     said = out + err + "".join(path.read_bytes().decode("latin1") for path in Path("set").iterdir())
     assert not any(spelled in said for spelled in SPELLED) and KEY[:12] not in said
     assert err.count("name the model another, not target") == 1
@@ -382,7 +378,7 @@ def test_a_server_with_all_faults_loses_no_row_and_leaks_no_key(
     server.misbehave = lambda number: "half" if server.bodies[number]["prompt"] == refused else None
     door.ok(*words, server.url, "--out", "other")
     (error,) = errors("other")
-    assert error["reason"].endswith("tried 8 times")
+    golden(error["reason"])
 
 
 def test_a_redirect_is_named_without_its_query(words, door, serve):
@@ -391,14 +387,13 @@ def test_a_redirect_is_named_without_its_query(words, door, serve):
         assert "/sign" in err and "hush" not in err
 
 
-def test_servers_that_must_not_be_used(words, door, serve):
+def test_servers_that_must_not_be_used(words, door, serve, golden):
     first, other, moved = serve(), serve(model="another"), serve(moved_to="https://elsewhere")
     code, _, err = door(*words, first.url, other.url)
-    assert code == 2 and f"{other.url}: serves another, but {first.url} serves target" in err
-    assert (
-        "leads to https://elsewhere/v1/models" in door.refused(*words, moved.url)
-        and not Path("set").exists()
-    )
+    assert code == 2
+    golden(err.strip().splitlines()[-1])
+    door.refused(*words, moved.url)
+    assert not Path("set").exists()
 
 
 def test_concurrency_is_bounded(words, door, serve):
@@ -425,10 +420,8 @@ def test_the_first_requests_are_retried_as_later_ones_are(words, door, serve):
         door.ok(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
         assert manifest(f"set{number}")["tokens_from"] == {"target": 4}
     server = serve(misbehave=lambda number: b'{"error": {"message": "CUDA out of memory"}}')
-    assert (
-        "CUDA out of memory" in door.refused(*words, server.url, "--out", "none")
-        and not Path("none").exists()
-    )
+    door.refused(*words, server.url, "--out", "none")
+    assert not Path("none").exists()
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +73,7 @@ TOUR = ROOT / "docs" / "tour.ipynb"
 EXTENDING = sorted((ROOT / "docs" / "extend").glob("*.md"))
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
+def blocks(text):
     """(language, content) of a page's shell and Python blocks; a shell block as one line per
     command.
     """
@@ -89,11 +88,11 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
                 yield language, re.split(r"\s+#", line)[0].strip()
 
 
-def commands(text: str) -> list[str]:
+def commands(text):
     return [content for language, content in blocks(text) if language == "bash"]
 
 
-def run_line(line: str) -> tuple[int, str]:
+def run_line(line):
     """A `draftsmith` command runs in this process: a new interpreter would spend seconds on imports
     alone.
     """
@@ -285,7 +284,7 @@ def test_contributing_names_files_and_tables_that_exist():
         assert name in _assigned(ROOT / path), f"{path} has no {name}"
 
 
-def diff_of(page: Path) -> str:
+def diff_of(page):
     found = re.findall(r"^```diff\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     return "".join(found)
 
@@ -321,13 +320,13 @@ def test_a_verifier_a_loss_and_a_suite_are_added_by_their_pages_alone(tmp_path):
     ), done.stdout
 
 
-def _in_a_room(path: str) -> bool:
+def _in_a_room(path):
     return any(
         (ROOT / room / path).exists() for room in ("decode", "distill", "train", "draftsmith")
     )
 
 
-def _assigned(file: Path) -> set[str]:
+def _assigned(file):
     found = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         targets = (
@@ -351,7 +350,7 @@ def test_every_law_is_named_by_a_test_and_no_other_is_cited():
     assert cited["tests"] == laws == set().union(*cited.values())
 
 
-def _laws(file: Path) -> set[int]:
+def _laws(file):
     found = re.findall(r"\b[Ll]aws? (\d+(?:(?:, | and )\d+)*)", file.read_text(encoding="utf-8"))
     return {int(number) for each in found for number in re.findall(r"\d+", each)}
 

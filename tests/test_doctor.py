@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,27 +56,27 @@ ENGINES = (
 NO_DRAFT = {"transformers-serve": "takes no assistant model"}
 
 
-def resized(path: Path, size: int) -> None:
+def resized(path, size):
     model: Any = AutoModelForCausalLM.from_pretrained(path)
     model.resize_token_embeddings(size, mean_resizing=False)
     model.save_pretrained(path)
 
 
-def retokenized(path: Path, change: Callable[[Any], None]) -> None:
+def retokenized(path, change):
     tokenizer = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))
     change(tokenizer)
     (path / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
 
 
-def two_swapped(tokenizer: Any) -> None:
+def two_swapped(tokenizer):
     tokenizer["model"]["vocab"] |= {"so": 607, "che": 610}
 
 
-def without_bos(tokenizer: Any) -> None:
+def without_bos(tokenizer):
     del tokenizer["post_processor"]["single"][0]
 
 
-def small_heads(path: Path) -> None:
+def small_heads(path):
     shape: dict[str, Any] = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -136,13 +135,13 @@ def draft(request, tmp_path):
     return str(path)
 
 
-def some(*names: str) -> pytest.MarkDecorator:
+def some(*names):
     return pytest.mark.parametrize(
         ("draft", "name"), [(name, name) for name in names], indirect=["draft"]
     )
 
 
-def verdicts(target: str, draft: str) -> dict[str, dict[str, Any]]:
+def verdicts(target, draft):
     found = ds.doctor(ds.DoctorConfig(target=target, draft=draft))
     return {verdict["engine"]: verdict for verdict in found["verdicts"]}
 
@@ -189,11 +188,12 @@ def test_heads_by_what_their_layouts_can_say(tmp_path):
     }
 
 
-def test_commands_of_documentation_are_marked():
+def test_commands_of_documentation_are_marked(golden):
     """The file of options that TensorRT-LLM is given is in the comment, and parses."""
     command = verdicts(TARGET, str(PAIR / "base"))["tensorrt-llm"]["command"]
     words, _, note = command.partition("  # ")
-    assert shlex.split(words)[0] == "trtllm-serve" and note.startswith("not run; ")
+    assert shlex.split(words)[0] == "trtllm-serve"
+    golden(note)
     options = yaml.safe_load(note.partition(": ")[2])["speculative_config"]
     assert options["decoding_type"] == "DraftTarget" and options["max_draft_len"] == 4
     assert options["speculative_model"] == str(PAIR / "base")
@@ -202,7 +202,7 @@ def test_commands_of_documentation_are_marked():
     assert json.loads(body["generation_config"]) == {"prompt_lookup_num_tokens": 4}
 
 
-def test_the_norms_of_eagle31_need_a_version(tmp_path):
+def test_the_norms_of_eagle31_need_a_version(tmp_path, golden):
     target = load_model(TARGET, device="cpu")
     head: Any = HEADS["eagle3"]
     save_head(head.fresh(target), tmp_path / "head")
@@ -210,10 +210,10 @@ def test_the_norms_of_eagle31_need_a_version(tmp_path):
     needs = {"vllm": "EAGLE-3.1 needs vllm 0.25.0", "sglang": "EAGLE-3.1 needs sglang 0.5.12"}
     assert {engine for engine in found if found[engine]["serves"]} == set(needs)
     assert all(said in found[engine]["reason"] for engine, said in needs.items())
-    assert "norms of EAGLE-3.1 (train one with --head.norms eagle3)" in found["llama.cpp"]["reason"]
+    golden(found["llama.cpp"]["reason"])
 
 
-def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
+def test_a_head_is_served_on_classes_that_give_it_states(tmp_path, golden):
     """vLLM asks a target for `SupportsEagle3`, which its Gemma 3 does not have; of a class that it
     does not name nothing is known.
     """
@@ -241,7 +241,7 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
         "new": False,
     }
     assert said["gemma"]["known"] and not said["new"]["known"] and not said["new"]["loads"]
-    assert "Gemma3ForCausalLM has no SupportsEagle3 in vllm 0.32.0" in said["gemma"]["reason"]
+    golden(said["gemma"]["reason"])
     # What no engine loads is not exported without a word.
     for name, remarks in (("llama", 0), ("gemma", 1)):
         made = ds.export(
@@ -251,9 +251,8 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
             out=str(tmp_path / f"{name}-out"),
         )
         assert len(made["remarks"]) == remarks
-    assert made["remarks"][0].startswith("no engine loads this head (")
-    assert "Gemma3ForCausalLM has no SupportsEagle3" in made["remarks"][0]
-    assert "do not say so of NewForCausalLM" in said["new"]["reason"]
+    golden(made["remarks"][0])
+    golden(said["new"]["reason"])
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_a_head_is_served_on_classes_that_give_it_states(tmp_path):
     ],
 )
 def test_a_method_without_weights_needs_no_hub(draft, serving, monkeypatch, capsys):
-    def asked(*_: object) -> None:
+    def asked(*_):
         raise AssertionError("the hub was asked")
 
     monkeypatch.setattr("draftsmith.core.sources.hub_lacks", asked)
@@ -284,31 +283,32 @@ def test_a_method_without_weights_needs_no_hub(draft, serving, monkeypatch, caps
     assert sum("$ " in line for line in lines) >= len(serving)
 
 
-def test_prompt_lookup_before_a_draft_is_joined_by_one_engine(monkeypatch, capsys):
+def test_prompt_lookup_before_a_draft_is_joined_by_one_engine(monkeypatch, capsys, golden):
     draft = f"prompt_lookup+{PAIR / 'base'}"
     found = verdicts(TARGET, draft)
     assert [name for name in found if found[name]["serves"]] == ["llama.cpp"]
-    assert "--spec-type ngram-simple,draft-simple" in found["llama.cpp"]["command"]
-    assert "prompt lookup or a draft, not both" in found["vllm"]["reason"]
+    golden(found["llama.cpp"]["command"])
+    golden(found["vllm"]["reason"])
     assert main(["doctor", "--draft", draft]) == 2
-    assert "target: is missing" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
     assert main(["doctor", "--target", TARGET, "--draft", "promptlookup"]) == 2
-    assert "did you mean prompt_lookup?" in capsys.readouterr().err
+    golden(capsys.readouterr().err)
 
 
-def test_what_export_cannot_write_is_no_refusal_of_the_engine(tmp_path, capsys):
+def test_what_export_cannot_write_is_no_refusal_of_the_engine(tmp_path, capsys, golden):
     sizes = SMALL | {"head_dim": 8, "num_key_value_heads": 1}
     target: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **sizes))
     target.save_pretrained(tmp_path)
     assert main(["doctor", "--target", str(tmp_path), "--draft", str(tmp_path), "--json"]) == 0
     *lines, summary = capsys.readouterr().out.splitlines()
     (line,) = [line for line in lines if line.startswith("llama.cpp")]
-    assert "not written" in line and "refuses" not in line
+    assert "refuses" not in line
+    golden(line)
     (verdict,) = [each for each in json.loads(summary)["verdicts"] if each["by_export"]]
     assert verdict["engine"] == "llama.cpp" and not verdict["loads"]
 
 
-def test_what_is_not_known_is_printed_so(tmp_path, capsys):
+def test_what_is_not_known_is_printed_so(tmp_path, capsys, golden):
     shutil.copytree(TARGET, tmp_path / "target")
     config = tmp_path / "target" / "config.json"
     values = json.loads(config.read_text()) | {"architectures": ["NewForCausalLM"]}
@@ -316,11 +316,12 @@ def test_what_is_not_known_is_printed_so(tmp_path, capsys):
     words = ["--target", str(tmp_path / "target"), "--draft", str(PAIR / "base")]
     assert main(["doctor", *words]) == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert "not known" in lines["vllm"] and "not known" in lines["sglang"]
-    assert "serves it" in lines["transformers"]
+    golden(lines["vllm"])
+    golden(lines["sglang"])
+    golden(lines["transformers"])
 
 
-def test_an_assistant_is_no_ordinary_draft(tmp_path):
+def test_an_assistant_is_no_ordinary_draft(tmp_path, golden):
     """It reads keys and values of its target, and is a language model to no engine."""
     text: Any = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "head_dim": 32}
     small = text | {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 0}
@@ -335,19 +336,20 @@ def test_an_assistant_is_no_ordinary_draft(tmp_path):
         config.save_pretrained(tmp_path / name)
     found = verdicts(str(tmp_path / "target"), str(tmp_path / "draft"))
     assert [name for name, each in found.items() if each["loads"]] == []
-    assert "Gemma4AssistantForCausalLM, which reads its target" in found["vllm"]["reason"]
+    golden(found["vllm"]["reason"])
 
 
-def test_a_state_that_cannot_go_back_takes_no_draft_in_transformers(tmp_path):
+def test_a_state_that_cannot_go_back_takes_no_draft_in_transformers(tmp_path, golden):
     config = MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, state_size=4)
     target: Any = AutoModelForCausalLM.from_config(config)
     target.save_pretrained(tmp_path / "target")
     draft: Any = LlamaForCausalLM(LlamaConfig(**SMALL))
     draft.save_pretrained(tmp_path / "draft")
-    with pytest.raises(ValueError, match="stateful"):
+    with golden.raises(ValueError):
         target.generate(torch.tensor([[3, 9]]), assistant_model=draft, max_new_tokens=3)
     found = verdicts(str(tmp_path / "target"), str(tmp_path / "draft"))["transformers"]
-    assert not found["loads"] and "MambaForCausalLM, keeps a state" in found["reason"]
+    assert not found["loads"]
+    golden(found["reason"])
 
 
 @pytest.mark.slow
@@ -389,8 +391,8 @@ def test_transformers_says_the_same(draft, name):
     assert loads == verdicts(TARGET, draft)["transformers"]["loads"]
 
 
-def exported(source: str, form: str, out: Path) -> Path:
-    ds.export(ds.ExportConfig(draft=source, format=form, out=str(out)))  # type: ignore[arg-type]
+def exported(source, form, out):
+    ds.export(ds.ExportConfig(draft=source, format=form, out=str(out)))
     return out
 
 
@@ -473,13 +475,13 @@ def test_the_classes_are_those_of_the_vllm_that_is_installed():
 
 
 @pytest.mark.engines
-def test_vllm_says_the_same(tmp_path, monkeypatch):
+def test_vllm_says_the_same(tmp_path, monkeypatch, golden):
     """Thirteen pairs in one process; most refusals follow from configs, and no weights are read."""
     python, loads = engine("vllm"), dict[str, bool]()
     runs: dict[str, dict[str, Any]] = {}
     target = load_model(TARGET, device="cpu")
 
-    def add(name: str, draft: Path, read: Path, method: str) -> None:
+    def add(name, draft, read, method):
         how = {"method": method, "model": str(read), "num_speculative_tokens": 2}
         runs[name] = {"engine": {"model": TARGET, "max_model_len": 64, "speculative_config": how}}
         loads[name] = verdicts(TARGET, str(draft))["vllm"]["loads"]
@@ -511,11 +513,8 @@ def test_vllm_says_the_same(tmp_path, monkeypatch):
     assert {name: isinstance(answer, list) for name, answer in answers.items()} == loads
     assert len(loads) == 13 and sum(loads.values()) == 7
     reason = verdicts(TARGET, str(tmp_path / "same"))["vllm"]["reason"]
-    assert (
-        "not on a CPU" in reason
-        and "heads of size 16" in reason
-        and "head_dim=16" in here["refused"]
-    )
+    assert "head_dim=16" in here["refused"]
+    golden(reason)
 
 
 def test_every_rule_of_the_table_is_a_method_of_a_pair():

@@ -1,6 +1,6 @@
 """Intervals, pairing and transfer: the statistics behind every figure of an evaluation."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -18,10 +18,10 @@ from draftsmith.eval.bootstrap import (
 from draftsmith.eval.counts import Tally, Where
 
 if TYPE_CHECKING:
-    import pandas as pd
+    pass
 
 
-def _sums(rates: "np.ndarray[tuple[int], np.dtype[np.float64]]", each: int = 40) -> PromptSums:
+def _sums(rates, each=40):
     return PromptSums.of(list(rates * each), [each] * len(rates))
 
 
@@ -140,7 +140,7 @@ def test_pooling_suites_resamples_each_on_its_own():
     assert both.pooled == 6 / 16
 
 
-def _transfer(id_gain: float, ood_gain: float) -> "pd.Series[Any]":
+def _transfer(id_gain, ood_gain):
     """The transfer of a draft with these gains over its base, on 60 prompts each."""
     tally = Tally()
     for index, (kind, gain) in enumerate((("id", id_gain), ("ood", ood_gain))):

@@ -1,7 +1,6 @@
 """Prompt lookup in an evaluation: what it proposes along a text, and what is predicted of it."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.errors import RequirementError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.draft_sources import is_copying, models_of
@@ -46,7 +45,7 @@ def test_alpha_is_the_chance_of_the_copied_token_and_zero_without_one():
     assert traces.values["ratio"][0].tolist() == [[1, 1, 0], [0, 0, 0]]
 
 
-def _write(path: Path, rows: Iterable[object]) -> None:
+def _write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -113,13 +112,14 @@ def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results, draft)
     assert results.speedup(draft, "prose", 1.0, "chain:3")["value"] > 0
 
 
-def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results):
+def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results, golden):
     """Law 1; and law 3: alpha is over no position."""
     assert results.figure("identical", "ahead", "prose", 0.0)["value"] == 1
     assert results.methods_of("ahead") == [("its own", "exact")]
     assert results.methods_of("mine") == [("chain:3", "speculative"), ("kary:2,2", "mcsd")]
     tau = results.tau("ahead", "prose", 1.0)
-    assert tau["tree"] == "its own" and tau["value"] > 1 and tau["low"] < tau["high"]
+    assert tau["value"] > 1 and tau["low"] < tau["high"]
+    assert tau["tree"] == "its own"
     assert results.speedup("ahead", "prose", 1.0)["value"] > 0
     assert results.alpha("ahead", "prose", 1.0)["value"] is None
     assert not [
@@ -128,7 +128,7 @@ def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results):
     trees = {row["tree"] for row in results.select("tau", "speedup") if row["draft"] != "ahead"}
     assert trees == {"chain:3", "kary:2,2"}
     results.require("tau[prose T=0 draft=ahead] >= 1")
-    with pytest.raises(InputError, match="tree 'chain:3' is not measured"):
+    with golden.raises():
         results.require("tau[prose draft=ahead tree=chain:3] >= 1")
 
 
@@ -147,7 +147,7 @@ def test_lookup_before_a_draft_is_predicted_as_it_decodes(results, tree):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_what_lookup_and_the_draft_give_adds_up(results, temperature):
-    def value(figure: str, draft: str = "both", tree: str | None = None) -> float:
+    def value(figure, draft="both", tree=None):
         found: float = results.figure(figure, draft, "prose", temperature, tree)["value"]
         return found
 
@@ -180,11 +180,11 @@ def test_a_draft_is_loaded_once_and_lookup_before_it_is_no_alignment(results):
     assert models_of({"b": joined, "c": joined}) == {"b": "mine"}
 
 
-def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results):
-    with pytest.raises(RequirementError, match="mine on prose") as unmet:
+def test_a_requirement_is_of_trained_drafts_unless_it_names_the_method(results, golden):
+    with golden.raises(RequirementError) as unmet:
         results.require("alpha[prose T=1] >= 1.1")
     assert "lookup on prose" not in str(unmet.value)
-    with pytest.raises(RequirementError, match="lookup on prose"):
+    with golden.raises(RequirementError):
         results.require("alpha[prose T=1 draft=lookup] >= 1.1")
 
 
@@ -212,15 +212,15 @@ def test_the_command_that_decodes_with_it_names_the_method(results, draft, words
     assert words.format(**sources) in head.command
 
 
-def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, monkeypatch):
+def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, monkeypatch, golden):
     monkeypatch.chdir(tmp_path)
     config = EvalConfig(
         target="t", draft=["a=b", "lookup=prompt_lookup"], id=["p.jsonl"], out="out", base="lookup"
     )
-    with pytest.raises(InputError, match="--base lookup: has no weights"):
+    with golden.raises():
         check(config)
     both = [*config.draft, "both=prompt_lookup+b"]
-    with pytest.raises(InputError, match="--base both: copies before it drafts"):
+    with golden.raises():
         check(replace(config, draft=both, base="both"))
     assert check(replace(config, base=None)).base == "a"
     assert is_copying("prompt_lookup")
@@ -229,17 +229,17 @@ def test_a_directory_of_that_name_is_a_draft_and_a_method_is_no_base(tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("draft", "tree", "message"),
+    ("draft", "tree"),
     [
-        ("lookup=prompt_lookups", "chain:2", "prompt_lookups: .* did you mean prompt_lookup?"),
-        ("prompt-lookup+d", "chain:2", "did you mean prompt_lookup?"),
-        ("found=retrieval", "chain:2", "did you mean retrieval:FILE?"),
-        ("ahead=lookahead", "none", "ahead=lookahead: has no alpha"),
+        ("lookup=prompt_lookups", "chain:2"),
+        ("prompt-lookup+d", "chain:2"),
+        ("found=retrieval", "chain:2"),
+        ("ahead=lookahead", "none"),
     ],
 )
-def test_what_is_no_method_without_weights_is_refused(draft, tree, message):
+def test_what_is_no_method_without_weights_is_refused(draft, tree, golden):
     config = EvalConfig(target="t", draft=["a=b", draft], id=["p.jsonl"], out="o", tree=[tree])
-    with pytest.raises(InputError, match=message):
+    with golden.raises():
         check(config)
 
 

@@ -16,11 +16,11 @@ from draftsmith.eval.figures import FIGURES, Ratio, definitions, estimate
 CHAIN: dict[str, Any] = {"tree": "chain:2", "rule": "speculative"}
 
 
-def cell(draft: str, seed: int = 1, of: str = "prose", kind: str = "id", **how: Any) -> Where:
+def cell(draft, seed=1, of="prose", kind="id", **how):
     return Where(draft, seed, of, kind, 1.0, **how)
 
 
-def made_up() -> pd.DataFrame:
+def made_up():
     """Two drafts, two sets of two prompts, of which one is timed; `new` has two training seeds."""
     tally = Tally()
     for name, kind, groups in (("prose", "id", [0, 1]), ("code", "ood", [2, 3])):
@@ -60,20 +60,20 @@ def made_up() -> pd.DataFrame:
 
 
 @pytest.fixture(scope="module")
-def rows() -> pd.DataFrame:
+def rows():
     return estimate(made_up(), base="old", resamples=300)
 
 
 def value(
-    rows: pd.DataFrame,
-    figure: str,
-    draft: str,
-    of: str | None = "prose",
-    tree: str | None = None,
-    depth: int | None = None,
-    part: str | None = None,
-    column: str = "value",
-) -> float:
+    rows,
+    figure,
+    draft,
+    of="prose",
+    tree=None,
+    depth=None,
+    part=None,
+    column="value",
+):
     """The one row of a figure; `of` None for the pool of the sets in distribution."""
     wanted = {"figure": figure, "draft": draft, "tree": tree, "depth": depth, "part": part}
     found = rows[rows["kind"] == "id"] if of is None else rows

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from draftsmith.cli.commands import run
-from draftsmith.core.errors import InputError, RequirementError, RunError
-from draftsmith.decode import BatchOutput, SpeculativeDecoder
+from draftsmith.core.errors import RequirementError, RunError
+from draftsmith.decode import SpeculativeDecoder
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.results import Results
 from draftsmith.eval.run import evaluate
@@ -85,19 +85,16 @@ def summary(world):
     return summarise(evaluate(world))
 
 
-def _results(config: EvalConfig) -> dict[str, Any]:
+def _results(config):
     loaded: dict[str, Any] = json.loads((Path(config.out) / "results.json").read_text())
     return loaded
 
 
-def test_every_row_read_is_accounted_for(world, summary):
+def test_every_row_read_is_accounted_for(world, summary, golden):
     for suite in _results(world)["suites"]:
         assert (suite["read"], suite["done"], suite["skipped"], suite["failed"]) == (8, 6, 2, 0)
         assert "empty" in suite["skipped_rows"][0]["reason"]
-        assert (
-            "120 tokens and 10 new ones exceed a context of 128"
-            in suite["skipped_rows"][1]["reason"]
-        )
+        golden(suite["skipped_rows"][1]["reason"])
 
 
 def test_counts_add_up(world, summary):
@@ -107,7 +104,7 @@ def test_counts_add_up(world, summary):
     counts = counts[keys].astype(object).fillna("").assign(value=counts["value"])
     sums = counts.groupby(keys)["value"].sum()
 
-    def total(key: str, draft: str, domain: str, temperature: float, *how: str) -> float:
+    def total(key, draft, domain, temperature, *how):
         tree, rule = how or ("", "")
         return float(sums[draft, domain, temperature, key, tree, rule])
 
@@ -155,7 +152,9 @@ def test_the_better_draft_is_found_better(world, summary):
     assert len(timed) == 2 * 2 * 2 * 4 and all(value and value > 0 for value in timed)
 
 
-def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, summary, tmp_path):
+def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(
+    world, summary, tmp_path, golden
+):
     results, decoded = (
         evaluate(replace(world, out=str(tmp_path), tree=["none"], verifier=[], speed_prompts=0)),
         Results.load(world.out),
@@ -169,7 +168,8 @@ def test_without_a_tree_nothing_is_decoded_and_acceptance_is_the_same(world, sum
             "tau_predicted", draft, "prose", 1.0, "chain:3", "speculative"
         )
     _, decided, todo, *_ = lines(results)
-    assert "no timings" in decided and "--tree" in todo
+    assert "--tree" in todo
+    golden(decided)
 
 
 def test_files_are_written(world, summary):
@@ -180,14 +180,16 @@ def test_files_are_written(world, summary):
     assert sorted(path.stem for path in (out / "plots").iterdir()) == list(plots)
 
 
-def _without_clocks(config: EvalConfig) -> dict[str, Any]:
+def _without_clocks(config):
     results = timeless(_results(config))
     del results["config"], results["provenance"]
     return results
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(world, tmp_path, capsys):
+def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
+    world, tmp_path, capsys, golden
+):
     same = replace(
         world,
         draft=[*world.draft, f"whole={world.target}"],
@@ -202,11 +204,9 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(world, 
         "same_prompts",
         "large_draft",
     ]
-    assert "remark: prose (ID) and code (OOD): 6 of 6 prompts" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    golden(" ".join(capsys.readouterr().err.split()))
     assert summarise(found)["remarks"] == [remark["text"] for remark in found.document["remarks"]]
-    with pytest.raises(InputError, match=r"^--strict: prose \(ID\) and code \(OOD\)"):
+    with golden.raises():
         evaluate(replace(same, out=str(tmp_path / "strict"), strict=True))
     assert not (tmp_path / "strict" / "cells").exists()
 
@@ -237,7 +237,9 @@ def test_a_file_written_three_times_has_the_intervals_of_one(world, tmp_path):
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_path, monkeypatch):
+def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
+    world, tmp_path, monkeypatch, golden
+):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
     # The drafts here are as large as their target, which --strict would refuse first.
     monkeypatch.setattr("draftsmith.eval.remarks.of_models", lambda models, quantize: [])
@@ -245,7 +247,7 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(world, tmp_p
         world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"]
     )
     busy = replace(once, speed_prompts=1, strict=True)
-    with pytest.raises(RunError, match=r"^--strict: the machine was busy .* \(load average 99"):
+    with golden.raises(RunError):
         evaluate(busy)
     found = Results.load(tmp_path).document
     assert "busy_machine" in {remark["about"] for remark in found["remarks"]}
@@ -270,14 +272,14 @@ def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
     assert _without_clocks(killed) == _without_clocks(whole)
 
 
-def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, capsys):
+def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, capsys, golden):
     shutil.copy(Path(world.out) / "results.json", tmp_path)
     run("eval", ["--render", str(tmp_path), "--json"])
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert said == {"report": str(tmp_path / "report.html")}
     assert (tmp_path / "report.html").read_bytes() == Path(summary["report"]).read_bytes()
     assert (tmp_path / "plots" / "alpha.png").is_file()
-    with pytest.raises(InputError, match="--tree: unknown option"):
+    with golden.raises():
         run("eval", ["--render", str(tmp_path), "--tree", "chain:4"])
 
 
@@ -329,7 +331,8 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
             out, err = run.stdout, run.stderr
         else:
             out, err = spawn("eval", *words, cwd=there).wait()
-        assert out.count("report:") == 1 and err.count("rows (--max_prompts)") == 1
+        assert out.count("report:") == 1
+        assert err.count("rows (--max_prompts)") == 1
         document = json.loads((there / "out" / "results.json").read_text())
         found.append(timeless(document))
         cells = [
@@ -341,22 +344,22 @@ def test_two_processes_find_the_same_bytes(world, tmp_path, launch, spawn):
     assert found[0] == found[2] and found[1] == found[3] and len(found[1]) > 8
 
 
-def test_steps_are_timed_as_they_are_served(world, summary, tmp_path, monkeypatch):
+def test_steps_are_timed_as_they_are_served(world, summary, tmp_path, monkeypatch, golden):
     """Recorded steps need a GPU, which is said before the work; a timing of eager steps is not
     taken for one of recorded ones.
     """
     recorded = replace(world, out=str(tmp_path / "out"), compile=True)
-    with pytest.raises(InputError, match="^compile: CUDA graphs need a CUDA device"):
+    with golden.raises():
         evaluate(recorded)
     assert not (tmp_path / "out").exists()
     ran: list[object] = []
 
     class Recorder(SpeculativeDecoder):
-        def __init__(self, *args: Any, compile: bool | str = False) -> None:  # noqa: A002
+        def __init__(self, *args, compile=False):  # noqa: A002
             super().__init__(*args)
             self.asked = compile
 
-        def generate(self, *args: Any, **options: Any) -> BatchOutput:
+        def generate(self, *args, **options):
             ran.append(self.asked)
             return super().generate(*args, **options)
 

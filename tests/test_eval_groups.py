@@ -1,6 +1,5 @@
 """Which prompts are one group, and that intervals, counts and verdicts are over groups."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,11 +23,11 @@ PREAMBLE = tuple(RNG.integers(0, 30_000, 500).tolist())
 QUESTIONS = [tuple(RNG.integers(0, 30_000, 20).tolist()) for _ in range(30)]
 
 
-def of_ids(*prompts: Sequence[int]) -> list[int]:
+def of_ids(*prompts):
     return groups_of([Prompt(f"p{i}", "set", tuple(ids)) for i, ids in enumerate(prompts)])
 
 
-def of_chats(*questions: str, template: Sequence[int] = PREAMBLE[:40]) -> list[int]:
+def of_chats(*questions, template=PREAMBLE[:40]):
     """Each character of a question is a token, inside a chat template."""
     prompts = []
     for index, text in enumerate(questions):
@@ -135,7 +134,7 @@ def test_results_count_groups_and_keep_the_number_of_prompts():
 
 
 def test_sets_that_share_prompts_are_resampled_as_one_where_they_are_pooled():
-    def suite(name: str, first: int) -> Suite:
+    def suite(name, first):
         prompts = tuple(Prompt(f"{i}", name, (i, i, i)) for i in range(first, first + 6))
         return Suite(name, "id", name, prompts, (), 6)
 
@@ -151,19 +150,18 @@ def test_sets_that_share_prompts_are_resampled_as_one_where_they_are_pooled():
     assert (apart.weights_RP[:, :6] == alone.weights_RP).all()
 
 
-def test_repeats_are_said_and_few_counts_groups():
+def test_repeats_are_said_and_few_counts_groups(golden):
     repeats, few = remarks.of_groups({"prose": list(range(7)) * 10})
-    assert repeats["text"] == (
-        "prose: 63 of 70 prompts repeat others, or nearly; intervals and counts are of 7"
-    )
-    assert few["about"] == "few_prompts" and "(prose 7)" in few["text"]
+    golden(repeats["text"])
+    assert few["about"] == "few_prompts"
+    golden(few["text"])
     assert not list(remarks.of_groups({"prose": range(8)}))
 
 
 def test_a_plan_counts_batches_that_hold_the_same_prompts_once():
     prompts = [Prompt(f"{i}", "set", (i % 4, i % 4, 9)) for i in range(16)]
 
-    def groups(batch_size: int, count: int) -> list[int]:
+    def groups(batch_size, count):
         fields = {"prompts": prompts, "batch_size": batch_size, "groups": groups_of(prompts)}
         return Planner.batch_groups(cast(Planner, SimpleNamespace(**fields)), count)
 

@@ -9,9 +9,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from draftsmith.core.errors import InputError, RunError
+from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, acceptance, probs
@@ -37,11 +36,11 @@ def target():
     return tiny_llama(0, layers=3, spread=0.5)
 
 
-def texts(vocabulary: int = V) -> list[Continuation]:
+def texts(vocabulary=V):
     """Prompts of one, two, six and three tokens, and what follows."""
     random = torch.Generator().manual_seed(2)
 
-    def draw(count: int) -> list[int]:
+    def draw(count):
         return torch.randint(0, vocabulary, (count,), generator=random).tolist()
 
     sizes = [(1, 6), (2, 3), (6, 5), (3, 1)]
@@ -51,9 +50,7 @@ def texts(vocabulary: int = V) -> list[Continuation]:
     ]
 
 
-def read(
-    target: PreTrainedModel, draft: Any, row: Continuation
-) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def read(target, draft, row):
     """The target's and the draft's distributions `[T, V]` along a whole text, and the target's
     forward.
     """
@@ -81,12 +78,12 @@ def test_alpha_of_a_head_is_its_first_law_against_the_targets(name, max_logits, 
     assert cell["positions"] == [6, 3, 5, 1]
 
 
-def test_a_head_that_breaks_at_its_second_depth_is_named_with_the_prompt(target):
+def test_a_head_that_breaks_at_its_second_depth_is_named_with_the_prompt(target, golden):
     head: Any = stirred_head("medusa", target)
     with torch.no_grad():
         head[1][-1].weight.fill_(torch.nan)
     method = Method.of("chain:2", "speculative")
-    with pytest.raises(RunError, match="^draft mine: non-finite logits on prompt p0"):
+    with golden.raises(RunError):
         Reader(target, {"mine": head}, SAMPLING, [method], batch_size=4).read(texts())
 
 
@@ -112,7 +109,7 @@ def test_alpha_of_a_padded_vocabulary_by_hand(own, sampling, target):
 
 
 def test_a_draft_that_calls_tokens_otherwise_is_refused(
-    target_dir, draft_dir, other_vocabulary_dir, tmp_path
+    target_dir, draft_dir, other_vocabulary_dir, tmp_path, golden
 ):
     big, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
     tokenizer.save_pretrained(tmp_path)
@@ -123,7 +120,7 @@ def test_a_draft_that_calls_tokens_otherwise_is_refused(
     for source in (draft_dir, other_vocabulary_dir):
         draft = load_model(source, device="cpu")
         check_tokens_agree(source, draft, big, tokenizer)
-        with pytest.raises(InputError, match=r"token \d+ is '[AB]' to it and '[AB]' to the target"):
+        with golden.raises():
             check_tokens_agree(str(tmp_path), draft, big, tokenizer)
 
 
@@ -156,7 +153,7 @@ def world(target_dir, draft_dir, other_vocabulary_dir, prompts_file, tmp_path_fa
     )
 
 
-def evaluated(config: EvalConfig) -> Any:
+def evaluated(config):
     return evaluate(config).document
 
 
@@ -220,9 +217,11 @@ def test_a_lossy_rule_says_so_and_a_changed_file_is_another_tree(world, tmp_path
     assert {row["depth"] for row in results["rows"] if row["figure"] == "accept"} == {1, 2}
 
 
-def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(world, tmp_path):
+def test_a_head_is_refused_a_tree_that_it_cannot_draft_before_anything_runs(
+    world, tmp_path, golden
+):
     config = replace(world, out=str(tmp_path / "out"), tree=["chain:3"])
-    with pytest.raises(InputError, match="^--draft medusa: tree of depth 3, but there are 2 heads"):
+    with golden.raises():
         evaluate(config)
     assert not (tmp_path / "out" / "cells").exists()
 

@@ -1,18 +1,12 @@
 """Second questions of a suite are asked behind the target's own greedy answers."""
 
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 
-from draftsmith.core.errors import InputError
 from draftsmith.core.models import eos_ids, load_model
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.loading import load
 from draftsmith.eval.request import check
-from draftsmith.eval.suites import Suite
 from tests.distilled import write_rows
 
 TEMPLATE = (
@@ -23,7 +17,7 @@ QUESTIONS = [["The quick", "and then?"], ["Numbers such as", "why?"], ["word " *
 TOKENS = 12
 
 
-def read(tmp_path: Path, target: str, draft: str, **options: Any) -> Suite:
+def read(tmp_path, target, draft, **options):
     file = write_rows(tmp_path / "q.jsonl", *({"prompt": turns} for turns in QUESTIONS))
     config = EvalConfig(
         target=target,
@@ -39,7 +33,7 @@ def read(tmp_path: Path, target: str, draft: str, **options: Any) -> Suite:
     return suite
 
 
-def greedy_answer(target: str, ids: list[int]) -> list[int]:
+def greedy_answer(target, ids):
     """The target's most probable token, one after another."""
     model = load_model(target, device="cpu")
     output: list[int] = []
@@ -67,8 +61,8 @@ def test_second_questions_follow_what_the_target_answers_to_the_first(
     assert again.digest == suite.digest
 
 
-def test_a_target_without_a_chat_template_is_refused(tmp_path, target_dir, draft_dir):
-    with pytest.raises(InputError, match="the tokenizer has no chat template"):
+def test_a_target_without_a_chat_template_is_refused(tmp_path, target_dir, draft_dir, golden):
+    with golden.raises():
         read(tmp_path, target_dir, draft_dir)
 
 

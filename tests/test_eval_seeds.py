@@ -2,17 +2,14 @@
 variation.
 """
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.errors import RequirementError
 from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check, named_runs
-from draftsmith.eval.results import Results
 from draftsmith.eval.run import evaluate
 from draftsmith.eval.schema import SuiteKind
 from tests.results_made_up import BASE, BOTH, view
@@ -27,11 +24,11 @@ RUNS: dict[str, dict[SuiteKind, float]] = {
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results():
     return view(RUNS, BOTH)
 
 
-def _sums(results: Results, draft: str, key: str) -> Any:
+def _sums(results, draft, key):
     """A count of every seed on prose at T = 1."""
     counts = results.counts
     here = (counts["set"] == "prose") & (counts["temperature"] == 1.0)
@@ -89,34 +86,34 @@ def test_a_gain_over_a_base_with_seeds_spreads_over_every_pair_of_runs():
     assert results.gain("kl", "prose") is None
 
 
-def test_a_requirement_is_of_the_draft_and_of_every_run(results):
+def test_a_requirement_is_of_the_draft_and_of_every_run(results, golden):
     results.require("alpha[prose T=1] > 0.5", "gain[id T=1] > 0.1")
     value = results.alpha("jsd", "prose")["value"]
     with pytest.raises(RequirementError) as caught:
         results.require(f"alpha[prose T=1] > {value - 0.015:.4f}")
     (line,) = caught.value.unmet
-    assert "its lowest seed, 0.6" in line
+    golden(line)
     with pytest.raises(RequirementError) as caught:
         results.require("gain[prose T=1] > 0.9")
     (line,) = caught.value.unmet
-    assert line.startswith("required gain[prose T=1] > 0.9: jsd on prose") and "low bound" in line
+    golden(line)
 
 
 @pytest.mark.parametrize(
-    ("drafts", "message"),
+    "drafts",
     [
-        (["a=x", "a=x"], "is given twice"),
-        (["a=x", "a=nowhere/*"], "fits no directory"),
-        (["runs/a", "other/a"], "the name 'a' is used twice"),
-        (["a=x", "b=y", "a=x"], "is given twice"),
+        ["a=x", "a=x"],
+        ["a=x", "a=nowhere/*"],
+        ["runs/a", "other/a"],
+        ["a=x", "b=y", "a=x"],
     ],
 )
-def test_wrong_runs_are_one_line(drafts, message):
-    with pytest.raises(InputError, match=message):
+def test_wrong_runs_are_one_line(drafts, golden):
+    with golden.raises():
         named_runs(drafts)
 
 
-def test_runs_are_numbered_and_a_pattern_is_all_that_fit(tmp_path):
+def test_runs_are_numbered_and_a_pattern_is_all_that_fit(tmp_path, golden):
     for name in ("s2", "s1", "t1"):
         (tmp_path / name).mkdir()
     named = named_runs([f"a={tmp_path}/s*", "base=b", "c=x", "c=y"])
@@ -132,11 +129,11 @@ def test_runs_are_numbered_and_a_pattern_is_all_that_fit(tmp_path):
     assert request.base == "a" and request.config.draft[:2] == [
         f"a={tmp_path}/s{i}" for i in (1, 2)
     ]
-    with pytest.raises(InputError, match="--base a#2"):
+    with golden.raises():
         check(EvalConfig(target="t", draft=["a=x", "a=y"], base="a#2", id=["p.jsonl"], out="o"))
 
 
-def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
+def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys, golden):
     target = tiny_llama(0, 17)
     target.save_pretrained(tmp_path / "target")
     save_word_tokenizer(tmp_path / "target", 17)
@@ -146,7 +143,7 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
     prompts = [f'{{"prompt": "w{3 + i} w{4 + i} w{9 + i % 3}"}}\n' for i in range(6)]
     (tmp_path / "prose.jsonl").write_text("".join(prompts))
 
-    def options(*runs: str, **more: object) -> dict[str, Any]:
+    def options(*runs, **more):
         drafts = [f"base={tmp_path / 'base'}", *(f"jsd={tmp_path / run}" for run in runs)]
         return dict(
             target=str(tmp_path / "target"),
@@ -163,7 +160,7 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
         )
 
     results = evaluate(**options("one", "two", base="jsd", require=["gain > -1"]))
-    assert "draft jsd: its runs differ in no recorded option" in capsys.readouterr().err
+    golden(capsys.readouterr().err, having="its runs")
     runs = _sums(results, "jsd", "alpha") / _sums(results, "jsd", "positions")
     alpha = results.alpha("jsd", "prose")
     assert alpha["value"] == pytest.approx(np.mean(runs)) and alpha["seeds"] == 2
@@ -172,5 +169,5 @@ def test_two_seeds_are_evaluated_as_one_draft(tmp_path, capsys):
     gain = results.gain("base", "prose")
     assert gain is not None
     assert gain["value"] == pytest.approx(results.alpha("base", "prose")["value"] - np.mean(runs))
-    with pytest.raises(InputError, match=r"--draft jsd: its runs are llama of [\d,]+ and llama of"):
+    with golden.raises():
         evaluate(**options("one", "small"))

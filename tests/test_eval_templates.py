@@ -2,16 +2,13 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftsmith.cli.named_inputs import check_named
-from draftsmith.core.errors import InputError
-from draftsmith.core.prompts import PromptSet
 from draftsmith.core.template_date import date_of, fix_date
-from draftsmith.core.tokenization import Tokenizer, text_with_specials
+from draftsmith.core.tokenization import text_with_specials
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.loading import load
@@ -27,7 +24,7 @@ QUESTIONS = ["What is the fox?", "Who jumps over the dog?", "Where is the lazy d
 
 
 @pytest.fixture
-def chats(tmp_path: Path) -> str:
+def chats(tmp_path):
     rows = []
     for question in QUESTIONS:
         asked = [{"role": "user", "content": question}]
@@ -40,11 +37,11 @@ def chats(tmp_path: Path) -> str:
     return str(file)
 
 
-def texts(tokenizer: Tokenizer, found: PromptSet) -> list[str]:
+def texts(tokenizer, found):
     return [text_with_specials(tokenizer, prompt.ids) for prompt in found.prompts]
 
 
-def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer):
+def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer, golden):
     tokenizer.chat_template = TURNS
     plain = read_set(chats, tokenizer, domain="own")
     found = read_set(f"template:{chats}", tokenizer, domain="own")
@@ -52,7 +49,7 @@ def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer):
     first, second, third, last = texts(tokenizer, found)
     assert first == f"{sentence}[user]{QUESTIONS[0]}" and third == f"{sentence}[user]{QUESTIONS[2]}"
     assert second == f"<s>User: {QUESTIONS[1]}\n\nAssistant:"
-    assert last.endswith("Assistant: A dog.\n\nUser: Why is that so?\n\nAssistant:")
+    golden(last)
     assert [prompt.asked for prompt in found.prompts] == [prompt.asked for prompt in plain.prompts]
     assert [prompt.id.rpartition("-")[2] for prompt in found.prompts] == [
         "system",
@@ -63,31 +60,33 @@ def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer):
     assert found.source == f"template:{chats}" and found.rows == plain.rows
 
 
-def test_what_a_template_allows_is_changed(chats, tokenizer):
+def test_what_a_template_allows_is_changed(chats, tokenizer, golden):
     tokenizer.chat_template = STRICT
     found = read_set(f"template:{chats}", tokenizer)
     assert all("User: " in text for text in texts(tokenizer, found))
     tokenizer.chat_template = DATED
     fix_date(tokenizer, "2026-01-02")
     printed = texts(tokenizer, read_set(f"template:{chats}", tokenizer))
-    assert printed[0].startswith("02 January[system]") and printed[2].startswith("21 July[user]")
+    golden(printed[0])
+    golden(printed[2])
     assert date_of(tokenizer) == "2026-01-02"
 
 
-def test_only_chats_have_a_template(tmp_path, tokenizer):
+def test_only_chats_have_a_template(tmp_path, tokenizer, golden):
     tokenizer.chat_template = TURNS
     file = tmp_path / "mixed.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "The fox"}]
     rows.append({"messages": [{"role": "user", "content": "Why?"}]})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = read_set(f"template:{file}", tokenizer)
-    assert len(found.prompts) == 1 and "is no chat" in found.skipped[0].reason
+    assert len(found.prompts) == 1
+    golden(found.skipped[0].reason)
     file.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(InputError, match=r"template:.*mixed.jsonl: none of its rows is a chat"):
+    with golden.raises():
         read_set(f"template:{file}", tokenizer)
 
 
-def test_eval_reads_such_a_set(chats, target_dir, draft_dir):
+def test_eval_reads_such_a_set(chats, target_dir, draft_dir, golden):
     config = EvalConfig(
         target=target_dir,
         draft=[f"small={draft_dir}"],
@@ -99,7 +98,7 @@ def test_eval_reads_such_a_set(chats, target_dir, draft_dir):
         device="cpu",
     )
     check_named(config)
-    with pytest.raises(InputError, match="ood: none.jsonl: no such file"):
+    with golden.raises():
         check_named(replace(config, ood=["other=template:none.jsonl"]))
     request = check(config)
     (own, other), _ = load(config, request.drafts, request.id_sets, request.ood_sets)

@@ -4,10 +4,9 @@ named.
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from draftsmith.serving.report import in_words
 from draftsmith.serving.running_server import count_steps
 from draftsmith.train.config import HeadOptions, Optim
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
-from tests.drafting_server import PLACES, Drafting, drafting
+from tests.drafting_server import PLACES, drafting
 from tests.openvino_ir import engine
 from tests.tiny_models import near, redrawn, tiny_llama
 
@@ -36,7 +35,7 @@ CHATML = (
 )
 
 
-def save(path: Path, model: LlamaForCausalLM) -> str:
+def save(path, model):
     model.save_pretrained(path)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHATML
@@ -122,9 +121,7 @@ def head(tmp_path_factory):
     return path
 
 
-def ask(
-    place: Path, url: str, draft: str = "lm", prompts: str = "prompts", **options: Any
-) -> dict[str, Any]:
+def ask(place, url, draft="lm", prompts="prompts", **options):
     options |= {
         "max_new_tokens": TOKENS,
         "device": "cpu",
@@ -133,7 +130,7 @@ def ask(
     return ds.served(target=str(place / "target"), draft=str(place / draft), served=url, **options)
 
 
-def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
+def pair_of(place, draft="lm"):
     return ds.load_pair(
         str(place / "target"), draft={"draft": str(place / draft)}, device="cpu", fast=False
     )
@@ -178,29 +175,29 @@ def test_an_answer_asked_for_ten_times_is_one(place):
     assert any("9 of 12 prompts repeat others" in line for line in lines)
 
 
-def earlier_layers(pair: ds.Pair, draft: Any) -> None:
+def earlier_layers(pair, draft):
     draft.hidden_layers = tuple(layer - 1 for layer in draft.hidden_layers)
 
 
-def unmapped(pair: ds.Pair, draft: Any) -> None:
+def unmapped(pair, draft):
     draft.target_ids_D = torch.arange(len(draft.d2t))
 
 
-def other_residual(pair: ds.Pair, draft: Any) -> None:
+def other_residual(pair, draft):
     draft.midlayer.norm_before_residual = True
 
 
-def plain_rope(pair: ds.Pair, draft: Any) -> None:
+def plain_rope(pair, draft):
     config = copy.deepcopy(draft.config)
     config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
     draft.model.rotary_emb = type(draft.model.rotary_emb)(config)
 
 
-def plain_rope_of_the_target(pair: ds.Pair, draft: Any) -> None:
+def plain_rope_of_the_target(pair, draft):
     plain_rope(pair, pair.target)
 
 
-def four_bits(pair: ds.Pair, draft: Any) -> None:
+def four_bits(pair, draft):
     """As llama.cpp's Q4_0: 32 weights share a scale, and the largest of them is -8."""
     for name, module in pair.target.named_modules():
         if isinstance(module, nn.Linear) and name != "lm_head":
@@ -233,7 +230,7 @@ def test_a_cause_that_is_planted_in_a_head_is_named(head, cause):
     named(head, "eagle3", cause, *PLANTED_IN_HEADS[cause])
 
 
-def named(place: Path, draft: str, cause: str, plant: Callable[..., None], detail: str) -> None:
+def named(place, draft, cause, plant, detail):
     pair = pair_of(place, draft)
     plant(pair, pair.drafts["draft"])
     with drafting("vllm", pair) as (url, _):
@@ -294,7 +291,7 @@ def test_another_chat_template_is_named(place, engine):
     ), found
 
 
-def count_greedy(server: Drafting, guess: Callable[[list[int]], int], ids: list[int]) -> None:
+def count_greedy(server, guess, ids):
     """Count an answer with three greedy drafts a step, by a loop of its own."""
     calls, accepted, at = 0, [0] * 3, 1
     while at < len(ids):
@@ -326,7 +323,7 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
 
     @cache
     @torch.no_grad()
-    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
+    def answer(prompt, most):
         ids: list[int] = []
         for _ in range(most):
             logits = pair.target(torch.tensor([[*prompt, *ids]])).logits[0, -1]
@@ -341,12 +338,12 @@ def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
             ids.append(int(chances.multinomial(1, generator=random)))
         return ids
 
-    def penalised(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def penalised(path, body):
         prompt: list[int] = body["prompt"]
         ids = answer(tuple(prompt), body["max_tokens"])
 
         @torch.no_grad()
-        def guess(text: list[int]) -> int:
+        def guess(text):
             return int(draft(torch.tensor([prompt + text])).logits[0, -1].argmax())
 
         count_greedy(server, guess, ids)
@@ -366,7 +363,7 @@ def test_the_prediction_goes_by_the_servers_own_rule(monkeypatch):
     pair: Any = SimpleNamespace(drafts={"draft": tiny_llama(0)})
     config = ds.ServedConfig(target="t", draft="d", served="http://a", prompts="p.jsonl")
 
-    def rule(engine: str, told: Mapping[str, object], **options: Any) -> str:
+    def rule(engine, told, **options):
         server: Any = SimpleNamespace(engine=engine)
         return _rule(server, pair, replace(config, **options), told)
 
@@ -398,14 +395,14 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     pair = pair_of(place)
     draft: Any = pair.drafts["draft"]
 
-    def guess(prompt: list[int], text: list[int]) -> int:
+    def guess(prompt, text):
         places = torch.arange(len(prompt), len(prompt) + len(text))[None]
         return int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax())
 
     with drafting("vllm", pair) as (url, server):
         post = server.post
 
-        def forgetful(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        def forgetful(path, body):
             server.counts, before = {}, server.counts
             reply = post(path, body)
             server.counts = before
@@ -424,7 +421,7 @@ def test_greedy_answers_that_change_are_told_whatever_the_verdict(place, monkeyp
         generated = server._generated
         prompts: list[list[int]] = []
 
-        def changed(prompt: list[int], most: int, how: dict[str, Any]) -> Any:
+        def changed(prompt, most, how):
             first, rest = generated(prompt, most, how)
             if most == TOKENS and prompt not in prompts:
                 prompts.append(prompt)

@@ -1,7 +1,5 @@
 """`doctor --served` compares tokens per target call: over all prompts, and by their length."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,7 @@ from tests.test_served import ask, pair_of, place  # noqa: F401
 LENGTHS = range(20, 120, 8)
 
 
-def made_up(calls: Any) -> Compared:
+def made_up(calls):
     """60 tokens for every prompt, in these calls; 30 were predicted."""
     emitted = [60] * len(calls)
     served = PromptSums.of(emitted, list(calls))

@@ -6,7 +6,6 @@ import argparse
 import inspect
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ CUT, LONGEST, PROMPTS, TOKENS = 64, 200, 20, 24
 pytestmark = pytest.mark.engines
 
 
-def ask(place: Path, port: int) -> dict[str, Any]:
+def ask(place, port):
     """Prompts of 8 to 200 tokens, from one text. The pair here is the target with itself."""
     tokenizer = load_tokenizer(str(TARGET))
     text = inspect.getsource(argparse)
@@ -48,7 +47,7 @@ def ask(place: Path, port: int) -> dict[str, Any]:
     )
 
 
-def is_less_beyond_its_length(found: dict[str, Any]) -> None:
+def is_less_beyond_its_length(found):
     by_length = found["by_length"]
     assert found["likelihood"]["value"] == 1.0, "these are not the target's own texts"
     away = [row["predicted"]["value"] - row["served"]["value"] for row in by_length]
@@ -85,7 +84,7 @@ def test_attention_that_breaks_at_64_in_llama_cpp(tmp_path, monkeypatch):
     ds.export(**common, out=str(tmp_path / "target"))
     add_shape = gguf_file._add_shape
 
-    def add_factor(writer: Any, config: Any) -> None:
+    def add_factor(writer, config):
         add_shape(writer, config)
         writer.add_attn_temperature_scale(-1.44)  # 1 / log 2: no attention from 64 on
         writer.add_rope_scaling_orig_ctx_len(CUT)

@@ -1,9 +1,7 @@
 """`doctor --served` asks what a row asks, and neither hangs on a reply nor repeats the key."""
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
-from typing import Any
 
 import pytest
 
@@ -20,15 +18,15 @@ ANSWER = {"choices": [{"token_ids": [5], "finish_reason": "length"}]}
 
 
 @contextmanager
-def replying(reply: Callable[[JsonHandler, dict[str, Any]], None]) -> Iterator[str]:
+def replying(reply):
     """A vLLM server that replies so to a POST; yield its address."""
 
     class Handler(JsonHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             models = {"data": [{"id": "target", "owned_by": "vllm"}]}
             self.send(200, models if self.path == "/v1/models" else "")
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             reply(self, self.body())
 
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as server:
@@ -51,7 +49,7 @@ def completion(tokenizer):
 def test_what_a_row_asks_of_the_template_is_in_the_request(completion):
     bodies = []
 
-    def reply(handler: JsonHandler, body: dict[str, Any]) -> None:
+    def reply(handler, body):
         bodies.append(body)
         handler.send(200, ANSWER)
 
@@ -82,7 +80,7 @@ def test_what_a_server_tells_is_kept_without_secrets(monkeypatch):
     }
 
     class Handler(JsonHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             listed = {"id": "m", "owned_by": "llamacpp", "created": 7, "meta": {"n_ctx_train": 9}}
             self.send(200, {"data": [listed]} if self.path == "/v1/models" else told)
 
@@ -108,7 +106,7 @@ def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
     answered: list[int] = []
 
     class Handler(JsonHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             if self.path == "/v1/models":
                 self.send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
                 return
@@ -122,7 +120,7 @@ def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
             lines += [f"vllm:generation_tokens_total {10 * factor}"]
             self.send(200, "\n".join(lines))
 
-        def do_POST(self) -> None:
+        def do_POST(self):
             self.body()
             answered.append(1)
             self.send(200, {"choices": [{"token_ids": [5] * 10, "finish_reason": "length"}]})
@@ -140,7 +138,7 @@ def test_a_server_that_repeats_the_key(completion, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     spelled = [KEY, KEY.upper()]
 
-    def refuses(handler: JsonHandler, body: dict[str, Any]) -> None:
+    def refuses(handler, body):
         handler.send(400, {"error": f"{handler.headers['authorization']} {spelled} is unknown"})
 
     prompt = Prompt("p", "d", (5,))

@@ -5,7 +5,6 @@ asked.
 import contextlib
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
@@ -53,11 +52,9 @@ def check_source(name: str) -> None:
     elif path.is_file():
         reason = "is a file; name the directory that it lies in"
     elif not path.is_dir() and not on_hub:
-        reason = f"no such directory{similar(path)} (a hub name is written owner/name)"
+        reason = "no such directory (a hub name is written owner/name)"
     elif not path.is_dir() and hub_lacks(name, "model"):
-        reason = (
-            f"no such directory here{similar(path)}, none in the hub's cache, and {UNREACHABLE}"
-        )
+        reason = f"no such directory here, none in the hub's cache, and {UNREACHABLE}"
     elif (path / "adapter_config.json").exists():
         reason = _about_adapter(path)
     elif path.is_dir() and not is_model:
@@ -73,13 +70,6 @@ def check_source(name: str) -> None:
             read_json(path / file, "a model's config")
 
 
-def similar(path: Path) -> str:
-    """Suggest the neighbour of a path that does not exist; empty if none has a name like it."""
-    beside = [entry.name for entry in path.parent.glob("*")]
-    near = get_close_matches(path.name, beside, 1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
-
-
 def _about_adapter(directory: Path) -> str:
     """Say what to do about a LoRA adapter in a directory; empty if it is only the config that a
     merge left over.
@@ -90,7 +80,14 @@ def _about_adapter(directory: Path) -> str:
         if not is_adapter and not is_installed("peft"):
             return ""
         return "holds a model and a LoRA adapter, which peft would add to it; move adapter_* away"
-    return "holds a LoRA adapter; merge it into its base model (peft's merge_and_unload)"
+    merge = (
+        "from peft import AutoPeftModelForCausalLM as M; "
+        f"M.from_pretrained('{directory}').merge_and_unload().save_pretrained('{directory}-merged')"
+    )
+    return (
+        f'holds a LoRA adapter; merge it into its base model: python -c "{merge}", and copy its '
+        "tokenizer there"
+    )
 
 
 def _what_it_holds(directory: Path) -> str:
