@@ -142,7 +142,7 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("temperature", "busy"), [(0, True), (1, False)])
 def test_a_plan_is_written_beside_the_draft_and_used(
-    temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch, golden
+    temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
 ):
     """On a busy machine, and with no time, the plan is short."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
@@ -183,7 +183,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     assert isinstance(parsed, Tree | DynamicTree) and parsed.size >= 1
     out, err = door.ok("decode", *words, "--tree", "auto", "--json")
     if found["pays"] is False:
-        golden(err, having="faster")
+        assert "faster" in err
     else:
         assert json.loads(out.splitlines()[-1])["tree"] == f"auto:{plan}"
     words = [
