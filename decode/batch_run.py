@@ -24,6 +24,7 @@ from draftsmith.core.penalties import Seen
 from draftsmith.core.sampling import Sampling, uniforms
 from draftsmith.decode.compiled.runner import in_bucket
 from draftsmith.decode.guest_checks import check_proposal
+from draftsmith.decode.noise import Noise
 from draftsmith.decode.propose.protocol import (
     Outcome,
     Proposal,
@@ -220,16 +221,21 @@ class BatchRun:
         self.batch = list(self.rows)
         self._least = -1 if runner.takes_absent else 0  # the token of absent nodes
         self.hidden_layers = parts.proposer.hidden_layers if parts.proposer else ()
+        self.vocabulary = vocabulary_size(parts.target)
+        self.sampling = options.sampling
+        self.noise: Noise | None = None
+        if parts.verifier.shared_noise and not options.sampling.greedy:
+            # Target and draft take the most probable tokens once noise was added.
+            self.sampling = replace(options.sampling, temperature=0.0)
+            self.noise = Noise(options.sampling, self.vocabulary, runner.device)
         # At temperature 0 every proposer takes the most probable tokens.
-        greedy = options.sampling.greedy
-        drawing: Drawing = "deterministic" if greedy else parts.drawing
+        drawing: Drawing = "deterministic" if self.sampling.greedy else parts.drawing
         self.num_draft_uniforms = 0 if drawing == "deterministic" else parts.tree.size
         most = parts.verifier.uniforms(_widest(parts.tree))
         # The longest copy; its uniforms come last.
         self.num_copied = parts.tree.depth if parts.proposer and parts.proposer.copies else 0
         self.num_uniforms = self.num_draft_uniforms + most + self.num_copied
-        self.vocabulary = vocabulary_size(parts.target)
-        self.seen = Seen.of(prompts, self.vocabulary, options.sampling, runner.device)
+        self.seen = Seen.of(prompts, self.vocabulary, self.sampling, runner.device)
         self.session = self._start(prompts, drawing)
         self._first = True  # the step whose shapes are checked
         self._is_known = VERIFIERS.get(parts.verifier.name) is parts.verifier
@@ -246,13 +252,14 @@ class BatchRun:
             prompts=prompts,
             tree=parts.tree,
             drawing=drawing,
-            sampling=options.sampling,
+            sampling=self.sampling,
             max_new_tokens=options.max_new_tokens,
             hidden_BTH=hidden,
             device=self.runner.device,
-            vocabulary=vocabulary_size(parts.target),
+            vocabulary=self.vocabulary,
             compile=parts.compile,
             trees=not self.runner.takes_absent,
+            noise=self.noise,
         )
         return parts.proposer.start(setup)
 
@@ -272,7 +279,10 @@ class BatchRun:
         ended.
         """
         draft_u_BN = verify_u_BU = None
-        if not self.options.sampling.greedy:
+        if self.noise is not None:
+            seeds = [row.generator.initial_seed() for row in self.batch]
+            self.noise.move(seeds, [len(row.ids) for row in self.batch])
+        if not self.sampling.greedy:
             # One transfer for all uniforms of a step, so that no rule waits for the host.
             u_BU = uniforms([row.generator for row in self.batch], self.num_uniforms)
             u_BU = u_BU.to(self.runner.device)
@@ -305,26 +315,30 @@ class BatchRun:
     def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> Judged:
         """Score a proposal and judge it; see `decode.step`."""
         parts = self.parts
-        sampling = self.options.sampling
+        sampling = self.sampling
+        scoring = self.options.sampling
         nodes = proposal.nodes
         if parts.compile:
             proposal = in_bucket(proposal, len(self.batch))
         forward = self.runner.bind(self._block(proposal), hidden_layers=self.hidden_layers)
-        question = Question(proposal, self._last_B1(), forward.inputs, self.seen)
+        noise_BDV = None
+        if self.noise is not None:
+            noise_BDV = self.noise.down_to(max(proposal.tree.depth, proposal.num_copied))
+        question = Question(proposal, self._last_B1(), forward.inputs, self.seen, noise_BDV)
         least = self._least
         most_copied = self.num_copied
         checks = self._first
         if self._follows(u_BU):
-            scored = score(forward, question, sampling, least)
+            scored = score(forward, question, scoring, least)
             return by_own_tokens(proposal, scored, sampling, u_BU)
         verifier = self._rule_for(proposal)
 
         def judge(question: Question, u_BU: Tensor | None) -> Ruled:
-            scored = score(forward, question, sampling, least)
+            scored = score(forward, question, scoring, least)
             proposal = question.proposal
             return by_rule(verifier, proposal, scored, sampling, u_BU, most_copied, checks=checks)
 
-        name = ("verify", forward.name, sampling, verifier.name)
+        name = ("verify", forward.name, scoring, verifier.name)
         ruled = self.runner.call(name, judge, question, u_BU)
         return on_host(proposal, ruled, nodes)
 

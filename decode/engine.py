@@ -110,10 +110,10 @@ class SpeculativeDecoder:
             # If they have none in common, take any: `check` explains.
             self.drawing = usable[0] if usable else min(offered)
             self.verifier.check(self.tree, self.drawing, proposer.drafts)
-        elif tree is not None or verifier is not None:
-            raise ValueError(
-                "tree, verifier: proposer=None drafts nothing; leave them out, or pass a proposer"
-            )
+        elif tree is not None:
+            raise ValueError("tree: proposer=None drafts nothing; leave it out, or pass a proposer")
+        elif verifier is not None:
+            self.verifier = find_verifier(verifier)
         check_tree(target, self._able, self.tree)
         self._limit = context_length(target)
         # Neither recorded steps nor packed weights know the layers of other targets.

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.core.penalties import Seen, penalised
-from draftsmith.core.sampling import Sampling, probs
+from draftsmith.core.sampling import Sampling, noised, probs
 from draftsmith.decode.guest_checks import check_verdict
 from draftsmith.decode.kernel_sampling import draw, largest
 from draftsmith.decode.propose.protocol import Proposal
@@ -25,24 +25,27 @@ from draftsmith.decode.runner import BlockForward
 from draftsmith.decode.verify import Verifier
 from draftsmith.decode.verify.copies import along_copies, beside
 from draftsmith.decode.verify.exact import follow
-from draftsmith.decode.verify.tree_walk import Walk
+from draftsmith.decode.verify.tree_walk import Walk, row_numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
     """What the target scores. last_B1: the root's tokens. block: inputs of the block's forward.
-    seen: counts of tokens for penalties.
+    seen: counts of tokens for penalties. noise: by depth, copies included; None to draw.
     """
 
     proposal: Proposal
     last_B1: Tensor
     block: tuple[Tensor, ...]
     seen: Seen | None
+    noise_BDV: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """The target's logits `[B, M + C, V]`, with penalties, and states `[B, M + C, H]` per layer."""
+    """The target's logits `[B, M + C, V]`, with penalties and noise, and states `[B, M + C, H]` per
+    layer.
+    """
 
     logits_BMV: Tensor
     states: tuple[Tensor, ...]
@@ -81,10 +84,14 @@ def score(forward: BlockForward, question: Question, sampling: Sampling, least: 
     drafted_BN = proposal.whole_BM[:, 1:].clamp(min=least)
     tokens_BM = torch.cat([question.last_B1, drafted_BN], dim=1)
     logits_BMV, states = forward.run(tokens_BM, question.block)
+    tree = beside(proposal.tree, proposal.num_copied)
     if question.seen is not None:
-        tree = beside(proposal.tree, proposal.num_copied)
         at = question.seen.in_tree(proposal.whole_BM, tree.sees_RMM)
         logits_BMV = penalised(logits_BMV, sampling, at)
+    if question.noise_BDV is not None:
+        depths_RM = pad(tree.depths_RN, (1, 0))
+        noise_BMV = question.noise_BDV[row_numbers(logits_BMV).unsqueeze(1), depths_RM]
+        logits_BMV = noised(logits_BMV, sampling, noise_BMV)
     return Scored(logits_BMV, states)
 
 

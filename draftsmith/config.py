@@ -108,7 +108,7 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
         if name is not None and name not in VERIFIERS:
             raise InputError(f"verifier: {name!r} is unknown; {nearest(name, VERIFIERS)}")
         if self.proposer == "none" or not (self.draft or self.proposer):
-            for key in ("draft", "tree", "verifier"):
+            for key in ("draft", "tree"):
                 if getattr(self, key):
                     raise InputError(f"{key}: nothing drafts; add --draft, or leave it out")
         if self.out is not None:

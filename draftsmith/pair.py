@@ -136,9 +136,9 @@ class Decoding:
     def identity(self) -> list[object]:
         """Return hashes of everything that may change outputs. This reads all weights."""
         target = self.decoder.target
-        method = self.method
+        decoder = self.decoder
         return [
-            method and [self.name, dataclasses.asdict(method.shape), method.verifier],
+            [self.name, dataclasses.asdict(decoder.tree), decoder.verifier.name],
             fingerprint(target),
             dtype_name(target),
             [draft_fingerprint(draft) for draft in self.drafts],
@@ -366,10 +366,9 @@ class Pair:
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
         if chosen == "none" or planned_without_a_draft(tree):
-            if chosen == "none" and (tree is not None or verifier is not None):
-                key = "verifier" if tree is None else "tree"
-                raise InputError(f"{key}: needs a proposer; add --draft or --proposer")
-            return Decoding(self._decoder())
+            if chosen == "none" and tree is not None:
+                raise InputError("tree: needs a proposer; add --draft or --proposer")
+            return Decoding(self._decoder(verifier=verifier))
         try:
             if isinstance(chosen, str):
                 name = chosen

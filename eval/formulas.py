@@ -14,6 +14,8 @@ is P(rank k accepted, token x) / p(x):
                          one draw of the earlier candidates, unbiased
     exact                P(the candidate of rank k is x), from the same draw; 0 or 1 for the most
                          probable tokens
+    coupled              P(x has rank k in the draft's noised order): for one candidate 1 / sum_y
+                         max(p(y), q(y) p(x) / q(x)) (Daliri et al. 2024), else from one draw
 Products of these along a path are unbiased because the draws of different positions are
 independent.
 
@@ -33,7 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.core.models import vocabulary_size
-from draftsmith.core.sampling import draw
+from draftsmith.core.sampling import draw, gumbel
 from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 from draftsmith.drafts.heads import Head
@@ -198,6 +200,8 @@ def rank_chances(
 
 
 def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
+    if rule == "coupled":
+        return _coupled_chances(p_NV, q_NV, x_N1, u_NK)
     tiny = torch.finfo(p_NV.dtype).tiny
     own_N1 = p_NV.gather(1, x_N1).clamp(min=tiny)
     refused_N1 = torch.ones_like(own_N1)
@@ -210,6 +214,26 @@ def _rank_chances(rule: str, p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Ten
         both_N1 = torch.minimum(refusal.p_NV.gather(1, x_N1), q_x_N1)
         chances.append(q_x_N1 if rule == "exact" else both_N1 * refused_N1 / own_N1)
     return torch.cat(chances, dim=1)
+
+
+def _coupled_chances(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, u_NK: Tensor) -> Tensor:
+    # With E = exp(-noise), x is output where E / p has its least value m at x. The E of another
+    # token y is then p_y m and an exponential draw more, and y stands before x in the draft's order
+    # where E_y / q_y < p_x m / q_x. m is exponential itself, so the first rank needs no draw.
+    p_x_N1 = p_NV.gather(1, x_N1)
+    q_x_N1 = q_NV.gather(1, x_N1)
+    room_NV = (q_NV * p_x_N1 - p_NV * q_x_N1).clamp_(min=0)
+    if not u_NK.shape[1]:
+        return q_x_N1 / (q_x_N1 + room_NV.sum(1, keepdim=True))
+    u_N = u_NK[:, 0]
+    least_N = -torch.log1p(-u_N)
+    seed_N = (u_N * 2**62).long()
+    noise_NV = gumbel(seed_N, torch.zeros_like(seed_N), q_NV.shape[1])
+    own_NV = noise_NV.neg_().exp_() * q_x_N1
+    ahead_NV = own_NV < room_NV * least_N.float().unsqueeze(1)
+    ranks_K = torch.arange(u_NK.shape[1] + 1, device=x_N1.device)
+    is_ranked_NK = ahead_NV.sum(1, keepdim=True) == ranks_K
+    return is_ranked_NK & (q_x_N1 > 0)
 
 
 class Refusal(NamedTuple):

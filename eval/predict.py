@@ -112,7 +112,7 @@ def predictable(shape: TreeShape, rule: str, sampling: Sampling) -> bool:
         return False  # its shape depends on what was drafted
     if sampling.greedy:
         return VERIFIERS[rule].lossless
-    if rule == "naive" and shape.stop:
+    if rule in ("naive", "coupled") and shape.stop:
         return False  # the stop reads another distribution than the one drawn from
     return bool(VERIFIERS[rule].predicted)
 
@@ -126,8 +126,7 @@ def ranks_needed(methods: Sequence[Method], sampling: Sampling) -> dict[str, int
         drawn = VERIFIERS[method.verifier].predicted == "by rank" and not sampling.greedy
         if isinstance(method.shape, Tree) and drawn:
             width = max(method.shape.widths)
-            if width > 1 or method.verifier == "exact":
-                needed[method.verifier] = max(needed.get(method.verifier, 0), width)
+            needed[method.verifier] = max(needed.get(method.verifier, 0), width)
     return needed
 
 
@@ -154,7 +153,7 @@ def chances(width: int, verifier: str, sampling: Sampling, traces: Traces) -> Fl
         orders_K11 = np.arange(1, 1 + width)[:, None, None]
         same_DKPL = traces.values["order"][:, None] == orders_K11
         return same_DKPL.astype(np.float64)
-    if VERIFIERS[verifier].predicted == "by rank" and (width > 1 or verifier == "exact"):
+    if VERIFIERS[verifier].predicted == "by rank":
         return traces.values[verifier].transpose(0, 3, 1, 2)
     return np.minimum(1.0, traces.values["ratio"])[:, None]
 

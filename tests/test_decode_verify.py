@@ -30,12 +30,12 @@ from draftsmith.decode.lossless import (
     world,
 )
 from draftsmith.decode.propose.protocol import Proposal
-from draftsmith.decode.transport_bound import optimal_acceptance
 from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
 from draftsmith.decode.tree_batch import TreeBatch, grow_batch
 from draftsmith.decode.verify import VERIFIERS
 from draftsmith.decode.verify.siblings import _try_without_replacement
 from draftsmith.decode.verify.tree_walk import Verdict, residual
+from tests.transport import optimal_acceptance
 
 LENGTH, ROWS = 3, 6_000
 CPU = torch.device("cpu")
@@ -289,7 +289,7 @@ def test_no_rule_beats_the_bound_and_some_reach_it(name, drawing, k):
         k = 1
     for seed in range(3):
         made = world("random", seed)
-        bound = float(optimal_acceptance(made.p[0][0], made.q[0][0, 0], k, drawing))
+        bound = optimal_acceptance(made.p[0][0], made.q[0][0, 0], k, drawing)
         mean, error = accepted(name, *propose(made, Tree((-1,) * k), drawing))
         assert mean <= bound + error
         # A rule that takes every drawing reads p alone.

@@ -44,8 +44,10 @@ CASES = {
         ("kary:3,2", "specinfer"),
         ("kary:3,2", "exact"),
         ("kary:3,2", "naive"),
+        ("chain:4", "coupled"),
+        ("kary:3,2", "coupled"),
     ],
-    WARM: [("chain:5,stop=0.3", "speculative"), ("kary:3,2,1", "mcsd")],
+    WARM: [("chain:5,stop=0.3", "speculative"), ("kary:3,2,1", "mcsd"), ("chain:4", "coupled")],
     COLD: [
         ("chain:4", "speculative"),
         ("chain:5,stop=0.1", "speculative"),

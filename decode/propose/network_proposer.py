@@ -5,9 +5,9 @@ cannot draft.
 from abc import abstractmethod
 
 from draftsmith.decode.compiled.steps import StaticSteps
+from draftsmith.decode.propose.changed_logits import changed_network
 from draftsmith.decode.propose.dynamic_tree import DynamicTreeSession
 from draftsmith.decode.propose.network import Network
-from draftsmith.decode.propose.penalised import penalised_network
 from draftsmith.decode.propose.protocol import Proposer, SessionSetup
 from draftsmith.decode.propose.static_tree import DraftingPlan, StaticTreeSession
 from draftsmith.decode.tree import Drawing, DynamicTree, TreeShape
@@ -36,7 +36,7 @@ class NetworkProposer(Proposer):
         )
 
     def start(self, setup: SessionSetup) -> StaticTreeSession | DynamicTreeSession:
-        network = penalised_network(self.network(setup), setup)
+        network = changed_network(self.network(setup), setup)
         if isinstance(setup.tree, DynamicTree):
             return DynamicTreeSession(network, setup.tree, setup.sampling, setup.device)
         plan = DraftingPlan.build(setup.tree, network.device, setup.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.noise import Noise
 from draftsmith.decode.tree import CHAIN, Drawing, Tree, TreeShape, chain
 from draftsmith.decode.tree_batch import TreeBatch
 
@@ -85,7 +86,8 @@ class SessionSetup:
 
     hidden_BTH: the target's states over each prompt but its last token, right-padded, one tensor
     per layer of `hidden_layers`. device, vocabulary: of the proposals. compile: record or compile a
-    network's forwards too. trees: whether the target verifies trees.
+    network's forwards too. trees: whether the target verifies trees. noise: what the target
+    chooses tokens with, if a draft may share it; `drawing` is deterministic then.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -98,6 +100,7 @@ class SessionSetup:
     vocabulary: int
     compile: bool | str = False
     trees: bool = True
+    noise: Noise | None = None
 
 
 class Session(Protocol):

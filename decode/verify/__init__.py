@@ -47,7 +47,8 @@ class Verifier:
     token with min(1, p/q), or with a chance of its rank that is drawn, or whole paths. run: takes
     the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
     `[B, uniforms(tree)]`; at temperature 0 these are None and p is one-hot, so that every lossless
-    rule comes to `exact`.
+    rule comes to `exact`. shared_noise: above temperature 0 too, target and draft take their most
+    probable tokens, once noise by seed and place was added.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Verifier:
     drawings: tuple[Drawing, ...]
     uniforms: Callable[["TreeBatch"], int] = uniforms_per_depth
     predicted: Literal["by token", "by rank", "by path"] | None = None
+    shared_noise: bool = False
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
@@ -186,6 +188,16 @@ _RULES = (
         drawings=("without_replacement", "deterministic"),
         predicted="by path",
         run=_in("chains", "block"),
+    ),
+    Verifier(
+        name="coupled",
+        title="one text per seed, with any draft or none: shared noise",
+        paper="Daliri et al. 2024, arXiv 2408.07978",
+        several_drafts=True,
+        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        predicted="by rank",
+        shared_noise=True,
+        run=_in("exact", "exact"),
     ),
     Verifier(
         name="typical",

@@ -21,7 +21,6 @@ from draftsmith.decode.verify.tree_walk import (
     Verdict,
     Walk,
     at_node,
-    finish_at,
     first,
     known_empty,
     row_numbers,
@@ -56,8 +55,7 @@ def exact(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
             offer_BK = path.offer(widths[depth])
             # At most one sibling carries y when siblings differ; of repeated tokens the first in
             # rank order is taken.
-            hit_BK = offer_BK == y_B.unsqueeze(1)
-            path.accept(first(hit_BK), (offer_BK >= 0).any(1))
+            path.accept(first(offer_BK == y_B.unsqueeze(1)))
     return path.finish(last_B)
 
 
@@ -115,5 +113,10 @@ def typical(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor) -> Verdict:
     # one, which has depth 1 or more.
     score_BN = torch.where(refused_BNN.any(2), 0.0, tree.depths_RN + path_p_BN / 2)
     best_B = pad(score_BN, (1, 0), value=0.75).max(1).indices
-    end_BV = p_BMV[rows_B1[:, 0], best_B]
-    return finish_at(proposal, best_B, draw(end_BV, u_BU[:, 0]))
+    path = Descent(proposal, p_BMV)
+    sees_BMM = tree.sees_RMM.expand(len(p_BMV), -1, -1)
+    path_BM = sees_BMM[path.rows_B, best_B]
+    for width in tree.widths:
+        offer_BK = path.offer(width)
+        path.accept(first(path_BM.gather(1, path.kids_BK) & (offer_BK >= 0)))
+    return path.finish(draw(at_node(p_BMV, best_B), u_BU[:, 0]))

@@ -122,16 +122,9 @@ def _decide_kseq(node: Node) -> tuple[Tensor, Tensor]:
     q_BV = node.q(0)
     x_BK = node.offer_BK.clamp(min=0)
     offered_BK = node.offer_BK >= 0
-    first_B = offered_BK[:, 0]
     p_x_BK = node.p_BV.gather(1, x_BK)
     uq_BK = node.u_Bn * q_BV.gather(1, x_BK)
     count_B1 = offered_BK.sum(1, keepdim=True).clamp_(min=1)
-    # rho is at most k. Where the first child passes even with rho = k, rho need not be solved for.
-    refused_BK = uq_BK * count_B1 >= p_x_BK
-    if known_empty(refused_BK[:, 0] & first_B):
-        sure_B = torch.where(first_B, 0, -1)
-        if known_empty(offered_BK.any(1) & ~first_B):
-            return sure_B, node.p_BV
     rho_B1 = solve_rho(node.p_BV, q_BV, count_B1)
     rank_B = first((uq_BK * rho_B1 < p_x_BK) & offered_BK)
     refused_B = (rank_B < 0) & offered_BK.any(1)
@@ -155,8 +148,6 @@ def solve_rho(p_BV: Tensor, q_BV: Tensor, count_B1: Tensor) -> Tensor:
     """
     low_B1 = torch.ones_like(count_B1, dtype=torch.double)
     high_B1 = count_B1.double()
-    if known_empty(high_B1 > 1):
-        return high_B1
     for _ in range(HALVINGS):
         rho_B1 = (low_B1 + high_B1) / 2
         least_BV = torch.minimum(q_BV * rho_B1.float(), p_BV)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from draftsmith.decode.kernel_sampling import draw
 from draftsmith.decode.propose.protocol import Proposal
@@ -84,7 +83,9 @@ class Descent:
         """Tokens of the children by rank, `[B, K]`; -1 for none, and in rows that have ended."""
         self.kids_BK = self.children_BMK[self.rows_B, self.at_B, :width]
         tokens_BK = self.proposal.tokens_BM.gather(1, self.kids_BK)
-        return tokens_BK.masked_fill(~self.walking_B.unsqueeze(1), -1)
+        tokens_BK = tokens_BK.masked_fill(~self.walking_B.unsqueeze(1), -1)
+        self.offered_B = (tokens_BK >= 0).any(1)
+        return tokens_BK
 
     def q(self, k: int) -> Tensor:
         """The distribution `[B, V]` that the child of rank k was drawn from."""
@@ -93,11 +94,11 @@ class Descent:
         group_B = self.groups_BM[self.rows_B, self.at_B]
         return at_node(self.proposal.q_BEV, group_B * drafts + k % drafts)
 
-    def accept(self, rank_B: Tensor, offered_B: Tensor) -> None:
+    def accept(self, rank_B: Tensor) -> None:
         """Go on at the child of this rank; end at -1."""
         kid_B1 = self.kids_BK.gather(1, rank_B.clamp(min=0).unsqueeze(1))
         next_B = kid_B1.squeeze(1).masked_fill(rank_B < 0, 0)
-        self.open_B = self.open_B | (offered_B & (next_B == 0))
+        self.open_B = self.open_B | (self.offered_B & (next_B == 0))
         self.walking_B = next_B > 0
         self.accepted_B = self.accepted_B + self.walking_B
         self.at_B = torch.where(self.walking_B, next_B, self.at_B)
@@ -124,14 +125,13 @@ def walk(
     used = 0
     for depth, width in enumerate(proposal.tree.widths):
         offer_BK = path.offer(width)
-        offered_B = (offer_BK >= 0).any(1)
-        if known_empty(offered_B):
+        if known_empty(path.offered_B):
             break
         taking = width if per_node is None else per_node
         u_Bn = u_BU[:, used : used + taking]
         rank_B, left_BV = rule(Node(p_BV, offer_BK, u_Bn, path.q))
         last_BV = choose(path.walking_B, left_BV, last_BV) if depth else left_BV
-        path.accept(rank_B, offered_B)
+        path.accept(rank_B)
         if known_empty(path.walking_B):
             break
         p_BV = at_node(p_BMV, path.at_B)
@@ -227,26 +227,6 @@ def finish(
     tokens_BD1 = torch.cat([proposal.tokens_BM.gather(1, nodes_BD), last_B1], dim=1)
     tokens_BD1 = tokens_BD1.scatter(1, accepted_B.unsqueeze(1), last_B1)
     return Verdict(tokens_BD1, nodes_BD, accepted_B, open_B)
-
-
-def finish_at(proposal: Proposal, node_B: Tensor, last_B: Tensor) -> Verdict:
-    """Build the verdict from the last accepted node of each row (0: the root) and the token that
-    the target adds.
-    """
-    tree = proposal.tree
-    rows_B = row_numbers(node_B)
-    rows = len(rows_B)
-    depths_BM = pad(tree.depths_RN, (1, 0)).expand(rows, -1)
-    # Nodes beside the path count as the root, which is cut.
-    sees_BMM = tree.sees_RMM.expand(rows, -1, -1)
-    path_BM = sees_BMM[rows_B, node_B].long()
-    nodes_BD1 = torch.zeros(rows, tree.depth + 1, dtype=torch.long, device=node_B.device)
-    numbers_M = torch.arange(path_BM.shape[1], device=node_B.device)
-    nodes_BD1.scatter_(1, depths_BM * path_BM, numbers_M * path_BM)
-    kids_BK = tree.children_RMK.expand(rows, -1, -1)[rows_B, node_B]
-    offer_BK = proposal.tokens_BM.gather(1, kids_BK)
-    open_B = (offer_BK >= 0).any(1)
-    return finish(proposal, nodes_BD1[:, 1:], depths_BM[rows_B, node_B], open_B, last_B)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:

@@ -17,6 +17,10 @@ from torch import Tensor
 from draftsmith.core.io import hash_64
 from draftsmith.core.settings import Sampling as Sampling
 
+# Of SplitMix64 (Steele et al. 2014), as int64.
+_STEP = -0x61C8864680B583EB
+_FIRST = -0x40A7B892E31B1A47
+_SECOND = -0x6B2FB644ECCEEE15
 # A row of at least `_LONG` values is searched in blocks of `_BLOCK`.
 _LONG = 4096
 _BLOCK = 128
@@ -90,6 +94,31 @@ def uniforms(generators: Sequence[torch.Generator], count: int) -> Tensor:
     """
     rows = [torch.rand(count, generator=g, dtype=torch.float64) for g in generators]
     return torch.stack(rows)
+
+
+def gumbel(seed: Tensor, place: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise, fp32 `[..., V]`, that depends on int64 seed and place `[...]` alone."""
+    key = _mixed(seed + place * _STEP).unsqueeze(-1)
+    steps = torch.arange(1, vocab + 1, device=key.device) * _STEP
+    # Of 63 bits, because the tokens that matter have u next to 0.
+    u = _mixed(key + steps).float() * 2.0**-63
+    u.clamp_(min=2.0**-63, max=1 - 2.0**-24)
+    exponential = u.neg_().log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+def _mixed(bits: Tensor) -> Tensor:
+    """63 random bits for each int64."""
+    bits = bits ^ (bits >> 30)
+    bits = bits * _FIRST
+    bits = bits ^ (bits >> 27)
+    bits = bits * _SECOND
+    return bits ^ (bits >> 31)
+
+
+def noised(logits: Tensor, sampling: Sampling, noise: Tensor) -> Tensor:
+    """log p and Gumbel noise `[..., V]`, whose sum is largest at a token drawn from p."""
+    return probs(logits, sampling).log_().add_(noise)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:

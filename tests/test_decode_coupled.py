@@ -1,0 +1,186 @@
+"""The rule `coupled`: one text per seed and place, with any draft, any tree and none.
+
+Worlds of five tokens, as in `tests.test_decode_lossless`, whose tables hold the rule too.
+"""
+
+from dataclasses import replace
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import draftsmith as ds
+from draftsmith.core.sampling import Sampling, generator, gumbel, noised, probs
+from draftsmith.decode import VERIFIERS, DraftModelProposer, Proposer, SpeculativeDecoder, reference
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.verify.exact import exact
+from draftsmith.decode.verify.tree_walk import Verdict, residual
+from tests.chi_square import chi_square
+from tests.test_decode_lossless import PROMPTS, TREES, VARIANTS, VOCAB, decoder, llama, proposer
+
+SAMPLINGS = {
+    "T=0.7": Sampling(temperature=0.7),
+    "T=1": Sampling(),
+    "top_p": Sampling(top_p=0.8),
+    "penalties": Sampling(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4),
+}
+ROWS = [0, 1, 2, 3]
+LOGITS = [torch.randn(2, 6, generator=generator(seed)) * 1.5 for seed in range(6)]
+
+
+def texts(
+    made: SpeculativeDecoder, sampling: Sampling, rows: list[int] = ROWS, new: int = 20
+) -> list[list[int]]:
+    generators = [generator(row) for row in rows]
+    prompts = [PROMPTS[row] for row in rows]
+    batch = made.generate(prompts, sampling, new, generators, eos_ids=())
+    return [row.output_ids for row in batch.generations]
+
+
+def alone(compile: bool | str = False) -> SpeculativeDecoder:  # noqa: A002
+    return SpeculativeDecoder(llama(2), verifier="coupled", compile=compile)
+
+
+@cache
+def own(name: str) -> list[list[int]]:
+    return texts(alone(), SAMPLINGS[name])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_text_is_the_same_whatever_drafts(variant):
+    tried = 0
+    for tree, name in zip(TREES, cycle(SAMPLINGS)):  # noqa: B905 (endless)
+        try:
+            made = decoder(variant, tree, "coupled")
+        except ValueError:
+            continue  # not every proposer takes every tree
+        tried += 1
+        assert texts(made, SAMPLINGS[name]) == own(name)
+        assert texts(made, SAMPLINGS[name], [2, 0]) == [own(name)[2], own(name)[0]]
+    assert tried and len({tuple(text) for text in own("T=1")}) == len(ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["several drafts", "eagle3"])
+def test_recorded_steps_write_it_too(variant):
+    for name in ("top_p", "penalties"):
+        sampling = SAMPLINGS[name]
+        assert texts(alone("eager"), sampling) == own(name)
+        recorded = SpeculativeDecoder(
+            llama(2), proposer(variant), "kary:2,1", "coupled", compile="eager"
+        )
+        assert texts(recorded, sampling) == own(name)
+
+
+def own_choice(row: int, sampling: Sampling, draft: bool) -> reference.Model:
+    """A model's own choice at each place, as a one-hot distribution."""
+    model = llama(7 if draft else 2)
+
+    @torch.inference_mode()
+    def choice(text: Any) -> Tensor:
+        place = torch.tensor(len(text) - len(PROMPTS[row]))
+        noise_V = gumbel(torch.tensor(generator(row).initial_seed()), place, VOCAB)
+        scores_V = noised(model(torch.tensor([text])).logits[0, -1], sampling, noise_V)
+        return torch.nn.functional.one_hot(scores_V.argmax(), VOCAB).float()
+
+    return choice
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS["T=0.7"], SAMPLINGS["top_p"]], ids=str)
+def test_calls_are_those_of_the_reference(sampling):
+    for row in ROWS:
+        expected = reference.decode(
+            own_choice(row, sampling, draft=False),
+            own_choice(row, sampling, draft=True),
+            PROMPTS[row],
+            widths=(1, 1, 1),
+            max_new_tokens=20,
+            generator=generator(0),
+        )
+        steps: list[tuple[int, ...]] = []
+        SpeculativeDecoder(llama(2), DraftModelProposer(llama(7)), "chain:3", "coupled").generate(
+            [PROMPTS[row]],
+            sampling,
+            20,
+            [generator(row)],
+            eos_ids=(),
+            on_tokens=lambda _, ids, __, steps=steps: steps.append(tuple(ids)),  # type: ignore[misc]
+        )
+        assert steps == expected
+
+
+def noise_of(count: int, width: int) -> Tensor:
+    return gumbel(torch.arange(count), torch.arange(count) % 50, width)
+
+
+@pytest.mark.parametrize("logits", LOGITS)
+def test_acceptance_is_the_formula(logits):
+    """Daliri et al. 2024: sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), at least (1 - TV) / (1 +
+    TV).
+    """
+    p_V, q_V = logits.double().softmax(-1)
+    count = 40_000
+    noise_NV = noise_of(count, len(p_V))
+    chosen = [noised(law.expand_as(noise_NV), Sampling(), noise_NV).argmax(-1) for law in logits]
+    assert chi_square(torch.bincount(chosen[0], minlength=len(p_V)), p_V) < 1
+    measured = float((chosen[0] == chosen[1]).double().mean())
+    p_ratios, q_ratios = (law / law.unsqueeze(1) for law in (p_V, q_V))
+    expected = float((1 / torch.maximum(p_ratios, q_ratios).sum(1)).sum())
+    assert abs(measured - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
+    apart = float((p_V - q_V).abs().sum()) / 2
+    assert (1 - apart) / (1 + apart) <= expected <= 1 - apart
+
+
+@pytest.mark.parametrize("logits", LOGITS[:3])
+def test_shared_noise_under_another_rule_is_rejected(logits):
+    """A draft and a residual that are drawn with the same noise, under min(1, p/q)."""
+    p_V, q_V = logits.softmax(-1)
+    noise_NV = noise_of(40_000, len(p_V))
+    drafted_N = (q_V.log() + noise_NV).argmax(-1)
+    again_N = (residual(p_V[None], q_V[None]).log() + noise_NV).argmax(-1)
+    u_N = torch.rand(len(noise_NV), generator=generator(3))
+    tokens_N = torch.where(u_N * q_V[drafted_N] < p_V[drafted_N], drafted_N, again_N)
+    assert chi_square(torch.bincount(tokens_N, minlength=len(p_V)), p_V.double()) > 1
+
+
+def test_no_rule_sees_shared_noise_and_q():
+    """A rule of one's own with shared noise decides about the target's choices, as at temperature
+    0.
+    """
+    seen: list[tuple[Proposal, Tensor, Tensor | None]] = []
+
+    def run(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
+        seen.append((proposal, p_BMV, u_BU))
+        return exact(proposal, p_BMV, u_BU)
+
+    rule = replace(VERIFIERS["coupled"], name="mine", run=run)
+    drafting: Proposer = DraftModelProposer(llama(7))
+    made = SpeculativeDecoder(llama(2), drafting, "kary:2,2", rule)
+    assert texts(made, Sampling()) == own("T=1")
+    for proposal, p_BMV, u_BU in seen:
+        assert u_BU is None and proposal.q_BEV is None
+        assert torch.equal(p_BMV, probs(p_BMV, Sampling(temperature=0.0)))
+    assert [name for name, rule in VERIFIERS.items() if rule.shared_noise] == ["coupled"]
+
+
+def test_a_pair_writes_it_with_and_without_its_draft(target_dir, draft_dir):
+    pair = ds.load_pair(target_dir, draft=draft_dir, device="cpu", dtype="float32")
+    options: dict[str, Any] = {
+        "verifier": "coupled",
+        "temperature": 0.9,
+        "num_samples": 2,
+        "max_new_tokens": 24,
+        "seed": 7,
+    }
+    prompts = ["The quick", "12 + 5"]
+    expected = [output.output_ids for output in pair.generate(prompts, draft=[], **options)]
+    assert len({tuple(ids) for ids in expected}) == 4
+    for tree in ("chain:3", "kary:3,2", "eagle2:depth=3,beam=2,nodes=5"):
+        outputs = pair.generate(prompts, tree=tree, **options)
+        assert [output.output_ids for output in outputs] == expected
+    options.pop("num_samples")
+    text = "".join(pair.stream(prompts[0], **options))
+    assert text == pair.generate(prompts[0], draft=[], **options).text
