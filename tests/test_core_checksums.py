@@ -2,12 +2,15 @@
 
 import json
 import logging
+import shutil
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import is_whole, read_json, sealed_file, sealed_json, write_sealed
 from draftsmith.core.runs import Run
+from draftsmith.core.state_store import checkpoint_digest
 from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 
 RECORD = {"identity": {"seed": 1, "text": "é"}, "accept": 0.83}
@@ -108,3 +111,16 @@ def test_a_tokenizer_is_known_by_its_content(target_dir, tmp_path):
     other = load_tokenizer(target_dir)
     other.add_tokens(["quick"])
     assert tokenizer_digest(other) != digest
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3, -1])
+def test_a_checkpoint_is_told_by_rows_of_every_matrix(row, target_dir, tmp_path):
+    """By five of the head's, the first and the last among them."""
+    shutil.copytree(target_dir, tmp_path / "copy")
+    assert checkpoint_digest(str(tmp_path / "copy")) == checkpoint_digest(target_dir)
+    file = tmp_path / "copy" / "model.safetensors"
+    tensors = load_file(file)
+    head_VH = tensors["lm_head.weight"]
+    head_VH[row if row < 0 else row * (len(head_VH) - 1) // 4] += 1
+    save_file(tensors, file)
+    assert checkpoint_digest(str(tmp_path / "copy")) != checkpoint_digest(target_dir)

@@ -1,13 +1,21 @@
 """Models: what is loaded, what is refused, how two are told apart, and how much memory was held."""
 
 import importlib.util
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForCausalLM,
+)
 
+from draftsmith.core.errors import InputError
 from draftsmith.core.models import (
     context_length,
     dtype_name,
@@ -108,6 +116,23 @@ def test_an_encoder_is_refused(tmp_path, golden):
     model.save_pretrained(tmp_path)
     with golden.raises():
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(("share", "refused"), [(0.01, True), (1e-5, False)])
+def test_a_model_reads_ahead_where_a_later_token_changes_more_than_rounding(
+    share, refused, target_dir, monkeypatch
+):
+    forward = LlamaForCausalLM.forward
+
+    def peeking(self, *given, **options):
+        output = forward(self, *given, **options)
+        logits_BTV = output.logits
+        logits_BTV[:, :-1] += share * logits_BTV.abs().max() * logits_BTV[:, 1:].sign()
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", peeking)
+    with pytest.raises(InputError) if refused else nullcontext():
+        load_model(target_dir, device="cpu")
 
 
 GPT_OSS_20B = {

@@ -279,6 +279,7 @@ def test_texts_that_the_target_begins_by_itself(target_dir, golden):
     assert [(prompt.ids, prompt.domain) for prompt in prompts.prompts] == [
         ((0,), "general")
     ] * 2 and prompts.more
+    assert not any(read_prompts("self:3", tokenizer, limit=limit).more for limit in (3, 4, None))
     assert len({prompt.id for prompt in prompts.prompts}) == 2 and count_rows("self:3") == 3
     # A model without a BOS has its EOS between texts.
     tokenizer.bos_token = None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import draftsmith as ds
+from draftsmith.core import penalties
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode import (
     DraftModelProposer,
@@ -195,3 +196,24 @@ def test_acceptance_is_read_with_drafts_as_they_are_decoded(seen):
         plain = (guesses == torch.tensor(row.output_ids)).double().tolist()
         assert accepted.tolist() == ([1.0] * TOKENS if seen else plain)
         assert 0 < sum(plain) < TOKENS
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_node_has_seen_the_tokens_on_its_own_path(name):
+    """Row 0 has token 0 twice on one path and a place without a node; row 1 is another tree."""
+    prompts, answers, vocabulary = [[1, 4], [2]], [[3, 3], [5]], 6
+    sampling = Sampling(**PENALTIES[name])
+    seen = penalties.Seen.of(prompts, vocabulary, sampling, torch.device("cpu"))
+    assert seen is not None
+    seen.read(answers)
+    tokens = [[-1, 0, 3, 0, -1], [-1, 5, 1, 4, 0]]
+    paths = [[[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 4]], [[0], [0, 1], [0, 1, 2], [0, 3], [0, 4]]]
+    sees = torch.zeros(2, 5, 5, dtype=torch.bool)
+    for row, node in itertools.product(range(2), range(5)):
+        sees[row, node, paths[row][node]] = True
+    logits = torch.randn(2, 5, vocabulary, generator=torch.Generator().manual_seed(0))
+    found = penalties.penalised(logits, sampling, seen.in_tree(torch.tensor(tokens), sees))
+    for row, node in itertools.product(range(2), range(5)):
+        path = [tokens[row][place] for place in paths[row][node] if tokens[row][place] >= 0]
+        wanted = penalised(logits[row, node], prompts[row], answers[row] + path, PENALTIES[name])
+        torch.testing.assert_close(found[row, node], wanted, atol=1e-5, rtol=1e-5)

@@ -113,6 +113,7 @@ def test_free_places_go_to_what_the_target_finds_likely():
     likely[35] = 0.2
     likely[39] = 0.1
     assert commonest_tokens(counts, 5, likely) == [30, 31, 32, 35, 39]
+    assert commonest_tokens(Counter({5: 1}), 3, [0.1, 0.2]) == [0, 1, 5]
     # What occurs comes first; of equals the likelier.
     likely[32] = 0.01
     assert commonest_tokens(counts, 2, likely) == [30, 32]

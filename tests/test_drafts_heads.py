@@ -131,6 +131,22 @@ def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp"])
+def test_a_fresh_head_joins_its_inputs_at_their_scale(name):
+    """Outputs of `fc` are as large as its inputs; the other matrices are drawn as transformers
+    draws them.
+    """
+    head = FRESH[name](tiny_family("llama", 1, 0.0, hidden_size=64, vocab_size=V))
+    weights = dict(head.named_parameters())
+    joined = weights["fc.weight"]
+    assert float(joined.std()) * joined.shape[1] ** 0.5 == pytest.approx(1, rel=0.05)
+    maps = [key for key in weights if "_proj.weight" in key]
+    assert len(maps) == 7
+    for key in maps:
+        assert float(weights[key].std()) == pytest.approx(0.02, rel=0.1), key
+    assert not any(value.any() for key, value in weights.items() if key.endswith("bias"))
+
+
 @every_head
 def test_heads_follow_the_target_to_bf16(name, tmp_path, target):
     save_head(stirred(FRESH[name](target)), tmp_path)
