@@ -1,4 +1,4 @@
-# make demo | test | test-oldest | test-newest | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
+# make demo | test | test-python | test-oldest | test-newest | test-slow | test-engines | check | docs | install | dist | engines.  Needs Python >= 3.11, make and a C compiler.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu makes pip install the CPU build of torch if the default is CUDA's.
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +11,7 @@ JOBS ?= 2
 MOVED_FROM := $(shell made=$$(sed -n '1,2s|^[^/]*\(/.*\)/python[0-9.]*.*|\1|p' $(BIN)/draftsmith 2>/dev/null); \
   [ -z "$$made" ] || [ "$$made" -ef $(BIN) ] || echo "$$made")
 
-.PHONY: install install-test browser engines demo test test-oldest test-newest newer test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
+.PHONY: install install-test browser engines demo test test-python test-oldest test-newest newer test-slow test-engines check docs format pair dist $(if $(MOVED_FROM),$(VENV)/installed)
 
 install: $(VENV)/installed
 install-test: $(VENV)/installed-test
@@ -95,6 +95,10 @@ PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest
 # The fast tests.
 test: install-test
 	@$(PYTEST) -q -m "not slow and not engines" tests
+
+# The fast tests on another Python, in an environment of its own: make test-python PYTHON=python3.13
+test-python:
+	@$(MAKE) --no-print-directory test VENV=.venv-$(notdir $(PYTHON)) PYTHON=$(PYTHON)
 
 # The fast tests with the lowest versions that pyproject.toml allows, in an environment of their own. OLDEST_TORCH names
 # another torch where that one cannot be had.

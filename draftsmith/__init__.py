@@ -22,6 +22,8 @@ DraftsmithError. Importing this loads neither torch nor transformers: names load
 """
 
 import importlib
+import sys
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +111,11 @@ _PUBLIC = {
     "served": "serving.acceptance:served",
     "status": "directory_status:status",
 }
+if not Path(__file__).with_name("decode").is_dir():
+    sys.exit(
+        "draftsmith: the symbolic links of this checkout are gone; "
+        "git config core.symlinks true && git checkout draftsmith"
+    )
 # Public packages. `distill` and `train` are also functions: `ds.train(config)`.
 _PACKAGES = ("decoding", "distill", "train")
 __all__ = ["__version__", "doctor", "losses"]

@@ -166,6 +166,16 @@ def test_an_installed_recipe_is_read_from_an_empty_directory(installed, tmp_path
     golden(run(*words, cwd=tmp_path))
 
 
+def test_a_checkout_without_its_links_says_so_in_one_line(tmp_path):
+    copy = tmp_path / "draftsmith"
+    links = [path.name for path in (ROOT / "draftsmith").iterdir() if path.is_symlink()]
+    shutil.copytree(ROOT / "draftsmith", copy, ignore=shutil.ignore_patterns(*links))
+    (copy / "decode").write_text("../decode")
+    words = [sys.executable, "-m", "draftsmith", "--version"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "core.symlinks" in done.stderr
+
+
 def test_every_package_that_is_imported_is_declared():
     project = PROJECT["project"]
     declared = [

@@ -76,7 +76,7 @@ def checkpoint_card(
         "is_lm": is_lm,
         "target": target,
         "draft": draft,
-        "made": _made(record, config, sets),
+        "made": _made(record, config, header["datasets"]),
         "licence": about_licence,
     }
     return _card("draft.md.j2", header, record, values)
@@ -173,10 +173,11 @@ def _hub_dataset(source: str) -> str | None:
     return name if is_hub_name(name) else None
 
 
-def _made(record: JsonObject, config: JsonObject, sets: Sequence[str]) -> list[tuple[str, object]]:
+def _made(
+    record: JsonObject, config: JsonObject, datasets: Sequence[str] | None
+) -> list[tuple[str, object]]:
     rows = {
-        "started from": config.get("draft") or "fresh weights",
-        "data": ", ".join(sets),
+        "data": ", ".join(datasets or []) or None,
         "response tokens": record.get("data", {}).get("response_tokens"),
         "learning rate": config.get("optim", {}).get("lr"),
         "seed": config.get("seed"),
