@@ -12,29 +12,20 @@ from draftsmith.alignment.config import AlignConfig, Trained
 from draftsmith.alignment.facts import Facts
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
-from draftsmith.core.options import put, value_at
+from draftsmith.core.options import options_of, put, value_at
 from draftsmith.core.ranks import groups
 from draftsmith.core.settings import loading
-from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.config import DistillConfig, EngineOptions
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import draft_kind
 
 T = TypeVar("T")
 # The name of prompt lookup in the evaluation.
 LOOKUP = "lookup"
-_LARGE = 1_000_000_000  # parameters from which memory, not speed, decides batch sizes
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
 # Writing more general texts than this does not pay; replay repeats them.
 _MOST_TEXTS = 4096
-# Answers written together on a GPU.
-_MOST_TOGETHER = 512
-# What the general texts share with the answers: their size, and where the target runs.
-_AS_DISTILLED = ["max_new_tokens", "batch_size", "part_rows", "engine", "endpoint", "served_model"]
-_AS_DISTILLED += ["api_key_env", "concurrency", "timeout_s", "max_requests", "max_tokens"]
-_AS_DISTILLED += ["address", "workers", "tensor_parallel_size"]
-# A fresh EAGLE-3 head is trained as deep as trees usually go.
-_FRESH_DEPTHS = 4
 
 
 @dataclass
@@ -68,53 +59,36 @@ def _begun(config: AlignConfig, facts: Facts, given: JsonObject, out: str) -> Ch
     return Choices(values | {"out": str(config.directory / out)})
 
 
-def heldout_prompts(config: AlignConfig, facts: Facts) -> int:
-    """Return how many prompts are held out to measure on: never more than a fifth, because the rest
-    trains the draft. Prompts that ask the same count once.
-    """
-    if config.id:
-        return 0
-    measured = config.eval.get("max_prompts") or facts.by_device(64, 40)
-    return max(1, min(measured, facts.different // 5))
-
-
 def choose(name: str, config: AlignConfig, facts: Facts, distill: DistillConfig | None) -> Choices:
     """Choose the options of a stage by its name. distill: those of the first stage, for the
     others.
     """
     if distill is None:
         return _distill(config, facts)
-    if name == "general":
-        return _general(config, facts, distill)
-    if name == "eval":
-        return _eval(config, facts, distill)
-    (draft,) = (draft for draft in config.trained() if draft.stage == name)
-    return _train(config, facts, distill, draft)
+    for draft in config.trained():
+        if draft.stage == name:
+            return _train(config, facts, distill, draft)
+    stage = _general if name == "general" else _eval
+    return stage(config, facts, distill)
 
 
 def _distill(config: AlignConfig, facts: Facts) -> Choices:
     """Choose how the target answers the prompts that are not held out."""
-    heldout = heldout_prompts(config, facts)
-    usable = facts.prompts - heldout
-    if usable < 2:
-        raise InputError(
-            f"prompts: {facts.prompts} usable prompts are too few to train on and to hold out; add "
-            "some"
-        )
+    if facts.prompts < 2:
+        raise InputError("prompts: are too few to train on and to hold out; add some")
     choices = _begun(config, facts, config.distill, "distilled")
-    parts = config.directory / "prompts"
-    choices.values["prompts"] = config.prompts if config.id else str(parts / "train.jsonl")
-    prompts = choices.choose("max_prompts", usable, f"{facts.prompts} prompts, {heldout} held out")
+    rows = config.directory / "prompts" / "train.jsonl"
+    choices.values["prompts"] = config.prompts if config.id else str(rows)
+    prompts = choices.choose("max_prompts", facts.prompts, "those that are not held out")
     samples = 4 if prompts < 500 else 2 if prompts < 5000 else 1
     choices.choose("num_samples", samples, f"{prompts} prompts")
-    tokens = facts.by_device(512, 128) if facts.chats else facts.by_device(256, 96)
+    tokens = facts.by_device(512, 128)
     tokens = max(1, min(tokens, (facts.context or 2 * tokens) // 2))
-    tokens = choices.choose("max_new_tokens", tokens, "chats" if facts.chats else "texts")
+    tokens = choices.choose("max_new_tokens", tokens, "by device, at most half of the context")
     # On a GPU hundreds of rows cost little more than one.
-    few = 16 if facts.target_parameters >= _LARGE else 64
     fits = facts.gpu_bytes // 8 // (facts.cache_bytes * _longest(facts, tokens))
-    together = min(_MOST_TOGETHER, max(few, fits))
-    choices.choose("batch_size", together, "an eighth of a GPU's memory caches them")
+    together = facts.by_device(min(512, max(16, fits)), 64)
+    choices.choose("batch_size", together, "by device, an eighth of a GPU's memory caches them")
     if not choices.values.get("temperatures"):
         reason = "the target's generation_config.json, else 1"
         choices.choose("temperature", facts.temperature, reason)
@@ -129,7 +103,9 @@ def _longest(facts: Facts, answer: int) -> int:
 
 def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:
     """Choose the texts to replay, which the target writes by itself."""
-    given = {key: getattr(distill, key) for key in _AS_DISTILLED}
+    keys = [option.key for option in options_of(EngineOptions) if "states" not in option.key]
+    keys += ["max_new_tokens", "batch_size", "part_rows"]
+    given = {key: getattr(distill, key) for key in keys}
     given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     choices = _begun(config, facts, given, "general")
     source = "magpie" if facts.own_chats else "token"
@@ -157,22 +133,19 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     if draft.replays:
         values["replay"] = [str(out / "general"), *(values.get("replay") or [])]
         choices.choose("replay_fraction", _REPLAYED, "policy balanced, docs/robust.md")
-    else:
+    elif config.plain:
         values |= {"replay": [], "replay_fraction": 0.0}
-    if config.draft is None and values["kind"] == "eagle3":
-        choices.choose("head.test_steps", _FRESH_DEPTHS, "as deep as trees usually go")
-        if facts.drafted is not None:
-            outside = f"{facts.drafted.missing:.1%} of the target's mass is outside"
-            choices.choose("draft_vocab_size", facts.drafted.tokens, outside)
+    if facts.drafted is not None:
+        choices.choose("head.test_steps", 4, "as deep as trees usually go")
+        outside = f"{facts.drafted.missing:.1%} of the target's mass is outside"
+        choices.choose("draft_vocab_size", facts.drafted.tokens, outside)
     if not facts.gpu_bytes and (values["kind"] != "lm" or len(config.trained()) > 1):
         choices.choose("head.features", str(out / "features"), "the answers are read once")
     length = _longest(facts, distill.max_new_tokens)
-    length = choices.choose("max_length", length, "longest prompt and answer")
+    choices.choose("max_length", length, "longest prompt and answer")
     # Small steps raise alpha on the same answers (docs/evidence/how-much.md; measured on a CPU).
     rows = facts.by_device(32, max(4, groups()))
-    fits = 8 if facts.draft_parameters * length >= 10**10 else 32
-    if facts.draft_parameters >= _LARGE:
-        fits = 2
+    fits = 2 if facts.draft_parameters >= 10**9 else 8
     batch = max(1, min(fits, rows // groups()))
     batch = choices.choose("batch_size", batch, f"{rows} rows a step")
     choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows a step")
@@ -215,13 +188,13 @@ def contenders(config: AlignConfig) -> list[str]:
     """Return what is compared, NAME=SOURCE: the base, the trained drafts, and prompt lookup, the
     rival that needs no training; of a single trained draft also the two joined.
     """
-    drafts = {"base": config.draft} if config.draft else {}
-    trained = {draft.name: str(config.directory / draft.name) for draft in config.trained()}
-    drafts |= trained
-    drafts[LOOKUP] = "prompt_lookup"
+    drafts = [f"base={config.draft}"] if config.draft else []
+    trained = config.trained()
+    drafts += [f"{draft.name}={config.directory / draft.name}" for draft in trained]
+    drafts.append(f"{LOOKUP}=prompt_lookup")
     if len(trained) == 1:
-        drafts["both"] = JOINED + next(iter(trained.values()))
-    return [f"{name}={source}" for name, source in drafts.items()]
+        drafts.append(f"both={JOINED}{config.directory / trained[0].name}")
+    return drafts
 
 
 def _eval(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choices:

@@ -69,7 +69,7 @@ class AlignConfig(LargeTargetOptions, RunOptions):
     train on the answers alone.
     """
     plain: Rare[bool] = False
-    """Also train every objective as policy id does, as NAME-plain."""
+    """Also train every objective without replay, on as many answers, as NAME-plain."""
     id: ByContent[list[NamedPrompts]] = field(default_factory=list)
     """Prompt sets in distribution, as for `eval`. Default: a part of --prompts, held out."""
     ood: ByContent[list[NamedPrompts]] = field(default_factory=list)
@@ -89,10 +89,6 @@ class AlignConfig(LargeTargetOptions, RunOptions):
             raise InputError(
                 "init: reads a whole target; make the draft by draftsmith init, and give --draft"
             )
-        if self.plain and self.policy == "id":
-            raise InputError("plain: every draft is trained so with --policy id; leave it out")
-        if self.policy == "id" and self.train.keys() & {"replay", "replay_fraction"}:
-            raise InputError("train.replay and train.replay_fraction: are for --policy balanced")
         for key, value in asdict(self).items():
             # Prompts that are divided are read from files of the run.
             named = key != "prompts" or self.id

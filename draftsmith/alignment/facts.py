@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.alignment.prompt_split import Split, hold_out
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.models import (
     of_all_layers,
@@ -15,7 +16,7 @@ from draftsmith.core.models import (
     text_config,
     vocabulary_size,
 )
-from draftsmith.core.prompt_rows import iterate_rows, parse_named
+from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.prompts import PromptSet, room_for_prompts
 from draftsmith.core.settings import loading, resolve_sampling, tokenizing
 from draftsmith.core.template_date import fix_date
@@ -33,23 +34,20 @@ class Facts:
     """What the choices depend on.
 
     chats: whether the prompts are chats. own_chats: whether the target can write chats by itself,
-    user turns included. prompts: those that fit; different: of them, those that ask different
-    things. longest_prompt, context: in tokens; the context is the shortest of all models, None if
-    unknown. gpu_bytes: memory of the GPU, 0 without one. cache_bytes: keys and values of a token.
-    target_parameters, draft_parameters: how many. temperature: the target's own. date: what the
-    chat template prints, if it prints one. drafted: the draft
-    vocabulary of a fresh EAGLE-3 head, if it is not given.
+    user turns included. prompts: those that fit and are not held out. longest_prompt, context: in
+    tokens; the context is the shortest of all models, None if unknown. gpu_bytes: memory of the
+    GPU, 0 without one. cache_bytes: keys and values of a token. draft_parameters: how many.
+    temperature: the target's own. date: what the chat template prints, if it prints one. drafted:
+    the draft vocabulary of a fresh EAGLE-3 head.
     """
 
     chats: bool
     own_chats: bool
     prompts: int
-    different: int
     longest_prompt: int
     context: int | None
     gpu_bytes: int
     cache_bytes: int
-    target_parameters: int
     draft_parameters: int
     temperature: float
     date: str | None = None
@@ -60,8 +58,10 @@ class Facts:
         return on_gpu if self.gpu_bytes else on_cpu
 
 
-def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
-    """Load the models once and read all prompts, so that what does not fit is refused now."""
+def look(config: AlignConfig) -> tuple[Facts, Split]:
+    """Load the models once and read all prompts, so that what does not fit is refused now. Return
+    also the prompts to train on and those to hold out, unless --id names others.
+    """
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     drafts = [config.draft] if config.draft else []
     models = load_models(config.target, drafts, tokenizer=tokenizer, **loading(config))
@@ -73,12 +73,15 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     if device.type == "cuda":
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     most = config.distill.get("max_prompts") or (20_000 if gpu_bytes else 1024)
+    measured = config.eval.get("max_prompts") or (64 if gpu_bytes else 40)
     if not config.id:
-        most += config.eval.get("max_prompts", 64)
+        most += measured
     prompts = _read(config, models, config.prompts, "distill", most)
+    split = {} if config.id else hold_out(config.prompts, prompts, measured)
+    prompts.say_skipped()
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         _read(config, models, source, "eval", 1000)
-    chats = next(iterate_rows(config.prompts)).get("messages") is not None
+    chats = prompts.prompts[0].chat is not None
     ids = [prompt.ids for prompt in prompts.prompts]
     text = text_config(target)
     # A fresh EAGLE head is one decoder layer and a projection: about 14 times the square of the
@@ -93,30 +96,28 @@ def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
     facts = Facts(
         chats=chats,
         own_chats=chats and bool(user_opening(tokenizer, config.prompts).ids),
-        prompts=len(ids),
-        different=len({prompt.asked for prompt in prompts.prompts}),
+        prompts=len(split.get("train", ids)),
         longest_prompt=max(map(len, ids)),
         context=models.context,
         gpu_bytes=gpu_bytes,
         cache_bytes=_cache_bytes(target),
-        target_parameters=parameter_count(target),
         draft_parameters=size,
         temperature=sampling.sampling.temperature,
         date=date,
         drafted=drafted,
     )
-    return facts, prompts
+    return facts, split
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values, as if all layers were alike; of states as wide as the
-    model's where its config does not say.
+    """Bytes of a token's keys and values, about: as if all layers were alike, and heads together as
+    wide as the model.
     """
     config = text_config(target)
     heads = of_all_layers(config, "num_attention_heads") or 1
     groups = of_all_layers(config, "num_key_value_heads") or heads
-    size = of_all_layers(config, "head_dim") or config.hidden_size // heads
-    return int(2 * config.num_hidden_layers * groups * size * target.dtype.itemsize)
+    width = config.hidden_size * groups // heads
+    return int(2 * config.num_hidden_layers * width * target.dtype.itemsize)
 
 
 def _read(

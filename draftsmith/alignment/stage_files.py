@@ -17,6 +17,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.options import known_by_content, options_of, put, value_at
+from draftsmith.core.ranks import say
 from draftsmith.distill.config import DistillConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import TrainConfig
@@ -48,7 +49,9 @@ class Stage:
         return f"draftsmith {name} --config {shlex.quote(str(self.file))}"
 
     def write(self) -> None:
-        """Write the options that are chosen or not at their defaults, if there is no file."""
+        """Write the options that are chosen or not at their defaults, if there is no file, and say
+        what was chosen.
+        """
         if self.file.is_file():
             return
         values = asdict(self.options)
@@ -65,6 +68,8 @@ class Stage:
             comment = f"  # {'; '.join(why)}" if why else ""
             lines.append(f"{key}: {shown}{comment}")
         write_text_atomic(self.file, "\n".join([*lines, ""]))
+        chosen = [f"{key} {value_at(values, key)}" for key in self.reasons]
+        say(f"{self.file}: {', '.join(chosen)}")
 
 
 def files_of(config: AlignConfig) -> dict[str, Path]:
@@ -90,8 +95,12 @@ def stage_of(name: str, file: Path, chosen: Choices | None = None) -> Stage:
 def relocate(config: AlignConfig, record: JsonObject) -> None:
     """Let the files of a run that was moved name the places of now, not those of its record."""
     now = known_by_content(config) | {"out": config.out}
-    then = record["inputs"]
-    moved = {then[key]: now[key] for key in then if isinstance(then[key], str)}
+    moved: dict[str, str] = {}
+    for key, value in record["inputs"].items():
+        if isinstance(value, list):
+            moved |= zip(value, now[key], strict=False)
+        elif value is not None:
+            moved[value] = now[key]
     places = "|".join(map(re.escape, sorted(moved, reverse=True)))
     pattern = re.compile(rf"(?<![\w/.-])(?:{places})(?![\w:=.-])")
     for file in filter(Path.is_file, files_of(config).values()):

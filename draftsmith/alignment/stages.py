@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 
-from draftsmith.alignment.choices import choose, heldout_prompts, shared
+from draftsmith.alignment.choices import choose, shared
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.alignment.facts import look
-from draftsmith.alignment.prompt_split import hold_out
 from draftsmith.alignment.stage_files import CONFIGS, Stage, files_of, relocate, stage_of
 from draftsmith.core.errors import ChangedError, InputError, without_secrets
 from draftsmith.core.io import refuse_foreign, sha256_file, write_rows
@@ -33,16 +32,8 @@ from draftsmith.drafts.cards import add_results
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
 from draftsmith.eval.run import evaluate
-from draftsmith.init_run import in_words, init
+from draftsmith.init_run import init
 from draftsmith.train.training_run import train
-
-# What is said of each stage before the work.
-_SAID = {
-    "distill": ["max_prompts", "num_samples", "max_new_tokens"],
-    "general": ["prompts", "max_new_tokens"],
-    "train": ["kind", "objective", "steps", "batch_size", "accumulation"],
-    "eval": ["max_prompts", "tree"],
-}
 
 
 def align(config: AlignConfig | None = None, **options: Any) -> Results:
@@ -77,10 +68,7 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
                     f"{stage.file}: has changed since it ran: {differs}; give --fresh {stage.name}"
                 ) from None
             _free()
-        features = str(config.directory / "features")
-        for stage in stages:
-            if stage.name == "train" and stage.options.head.features == features:
-                on_main(partial(shutil.rmtree, features, ignore_errors=True))
+        on_main(partial(shutil.rmtree, config.directory / "features", ignore_errors=True))
         evaluation = stages[-1].options
         made = [stage.options.out for stage in stages]
         for draft in evaluation.draft:
@@ -117,12 +105,7 @@ def _prepared(config: AlignConfig, command: str) -> list[Stage]:
     else:
         with_target(lambda: _begin(config, command))
         _free()
-    stages = from_main(lambda: [stage_of(name, file) for name, file in files.items()])
-    for stage in stages:
-        values = [f"{key} {getattr(stage.options, key)}" for key in _SAID[stage.name]]
-        say(f"{stage.file}: {', '.join(values)}")
-    say("Edit these files to change what the stages do. Progress bars tell how long they take.")
-    return stages
+    return from_main(lambda: [stage_of(name, file) for name, file in files.items()])
 
 
 def _claim(config: AlignConfig, command: str) -> None:
@@ -131,8 +114,8 @@ def _claim(config: AlignConfig, command: str) -> None:
     """
     decides = identity(config) | loading(config)
     decides["draft"] = bool(config.draft)
-    decides["id"] = sorted(parse_named("id", config.id))
-    decides["ood"] = sorted(parse_named("ood", config.ood))
+    for sets in ("id", "ood"):
+        decides[sets] = sorted(parse_named(sets, getattr(config, sets)))
     file = Path(config.prompts)
     decides["prompts"] = sha256_file(file) if file.is_file() else without_secrets(config.prompts)
     record = read_run(config.directory)
@@ -146,7 +129,7 @@ def _claim(config: AlignConfig, command: str) -> None:
 def _begin(config: AlignConfig, command: str) -> None:
     """Look, choose, hold out prompts, and write the files that are missing."""
     with waiting("align: reads the target and the prompts"):
-        facts, prompts = look(config)
+        facts, split = look(config)
     stages: list[Stage] = []
     for name, file in files_of(config).items():
         chosen = None
@@ -154,14 +137,11 @@ def _begin(config: AlignConfig, command: str) -> None:
             chosen = choose(name, config, facts, stages[0].options if stages else None)
         stages.append(stage_of(name, file, chosen))
     check(stages[-1].options)
-    split = {}
-    if not config.id:
-        split = hold_out(config.prompts, prompts, heldout_prompts(config, facts))
 
     def write() -> None:
         if not read_run(config.directory):
-            refuse_foreign(config.directory, ["features"])
-            refuse_foreign(config.directory / "prompts", [f"{side}.jsonl" for side in split])
+            sides = [f"prompts/{side}.jsonl" for side in split]
+            refuse_foreign(config.directory, ["features", *sides])
         _claim(config, command)
         for side, rows in split.items():
             write_rows(config.directory / "prompts" / f"{side}.jsonl", rows)
@@ -169,7 +149,7 @@ def _begin(config: AlignConfig, command: str) -> None:
             stage.write()
 
     on_main(write)
-    prompts.say_skipped()
+    say("Edit these files to change what the stages do.")
 
 
 def _started(config: AlignConfig) -> AlignConfig:
@@ -177,9 +157,7 @@ def _started(config: AlignConfig) -> AlignConfig:
     start = config.directory / "start"
     if not start.exists():
         given = {key: value for key, value in shared(config).items() if key not in LARGE}
-        summary = init(method="prune", out=str(start), prompts=config.prompts, **given)
-        for line in in_words(summary):
-            say(line)
+        init(method="prune", out=str(start), prompts=config.prompts, **given)
     return replace(config, draft=str(start), init=None)
 
 
@@ -190,7 +168,6 @@ def _delete(config: AlignConfig, stages: Sequence[Stage]) -> None:
     order = list(CONFIGS)
     again = order[order.index(config.fresh) :]
     for stage in stages:
-        made = Path(stage.options.out).resolve()
-        ours = made.parent == config.directory.resolve() and read_run(made)
-        if ours and stage.name in again:
+        made = Path(stage.options.out)
+        if stage.name in again and made.parent == config.directory and read_run(made):
             shutil.rmtree(made)
