@@ -52,9 +52,7 @@ def llama(*, key_value_heads: int, tied: bool, seed: int = 0, heads: int = 4) ->
 
 def greedy(model: Any, ids_BT: torch.Tensor, count: int) -> torch.Tensor:
     mask_BT = torch.ones_like(ids_BT)
-    out_BT: torch.Tensor = model.generate(
-        ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=count
-    )
+    out_BT = model.generate(ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=count)
     return out_BT[:, ids_BT.shape[1] :]
 
 

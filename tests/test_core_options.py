@@ -5,7 +5,7 @@ nearest right one.
 import shlex
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -229,7 +229,7 @@ def test_completion_knows_every_command(door, shell):
 
 
 def test_python_callers_get_the_same_checks(golden):
-    config: Any = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
+    config = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
         ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),

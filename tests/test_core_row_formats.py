@@ -1,7 +1,6 @@
 """Rows as other tools write them: what they are read as, and why others are skipped."""
 
 import json
-from typing import Any
 
 import pytest
 
@@ -134,7 +133,7 @@ def user(content):
 
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 # A row, and a part of the message: its key and the fix.
-SKIPPED: list[tuple[Any, str]] = [
+SKIPPED = [
     (user(None), "key 'messages': turn 1: 'content' must be text, got null"),
     (user(3), "key 'messages': turn 1: 'content' must be text, got int"),
     (user(["a"]), "key 'messages': turn 1: 'content' must be text, or a list of parts with 'text'"),
@@ -225,7 +224,7 @@ def test_a_role_that_the_template_names_is_read(tokenizer, tmp_path):
     assert tokenizer.decode(prompt.ids) == "<user>Hi;<judge>9;<assistant>!"
 
 
-ANSWERS: list[tuple[dict[str, Any], list[tuple[list[int], list[int]]]]] = [
+ANSWERS = [
     (
         {"input_ids": [0, 5, 6, 7, 8, 1], "loss_mask": [0, 0, 1, 0, 1, 1]},
         [([0, 5], [6]), ([0, 5, 6, 7], [8, 1])],

@@ -43,7 +43,7 @@ class Holder:
 @pytest.fixture
 def start(spawn, tmp_path_factory):
     """Start a process that holds a directory; returns once it does."""
-    started: list[Holder] = []
+    started = []
 
     def holder(out, file=False):
         started.append(Holder(spawn, tmp_path_factory.mktemp("holder"), out, file))

@@ -5,9 +5,6 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -104,7 +101,7 @@ CODE = (
     r"run it$"
 )
 # By what loads it: what is done to a good directory, and what is said of it.
-MODELS: list[tuple[Callable[[Path], Any], str]] = [
+MODELS = [
     (
         spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
         r": its weight model\.layers\.1\.mlp\.up_proj",
@@ -152,7 +149,7 @@ def only(name):
 
 
 ADAPTER = ("adapter_config.json", "adapter_model.bin")
-BOTH: list[tuple[Callable[[Path], Any], str]] = [
+BOTH = [
     (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
     (
         lambda d: (d / "generation_config.json").write_text("{"),
@@ -165,7 +162,7 @@ BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (only(None), r": holds no model \(it is empty\); a model has config\.json, "),
     (only("config.json"), r": holds no model \(no weights, only config\.json\); a model has "),
 ]
-TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
+TOKENIZERS = [
     (without_tokenizer, r"it holds no tokenizer\.json$"),
     (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
     (tokenizer_with_code, CODE),

@@ -3,7 +3,6 @@ kind of model.
 """
 
 import importlib.util
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ pytestmark = [
         kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
     ),
 ]
-SIZES: dict[str, Any] = {
+SIZES = {
     **{
         "vocab_size": 97,
         "hidden_size": 64,
@@ -50,7 +49,7 @@ SIZES: dict[str, Any] = {
 
 
 def quantised(weight, **options):
-    parameter: Any = importlib.import_module("bitsandbytes.nn").Params4bit
+    parameter = importlib.import_module("bitsandbytes.nn").Params4bit
     return parameter(weight.clone(), requires_grad=False, **options).to("cpu")
 
 
@@ -100,13 +99,13 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
     directory = saved(tmp_path, name)
     target = load_model(directory, device="cpu", quantize="nf4")
     before = fingerprint(target)
-    calls: list[str] = []
-    layer: Any = importlib.import_module("bitsandbytes.nn").Linear4bit
+    calls = []
+    layer = importlib.import_module("bitsandbytes.nn").Linear4bit
     forward = layer.forward
 
     def counted(self, x):
         calls.append("own")
-        product: torch.Tensor = forward(self, x)
+        product = forward(self, x)
         return product
 
     monkeypatch.setattr(layer, "forward", counted)

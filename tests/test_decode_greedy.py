@@ -16,7 +16,7 @@ from tests.tiny_models import redrawn, stirred
 
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
-MODERN: dict[str, Any] = {
+MODERN = {
     **{
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -33,7 +33,7 @@ OPT = {
     "num_attention_heads": 4,
     "word_embed_proj_dim": 32,
 }
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+ARCHITECTURES = {
     "llama": ("llama", MODERN),
     "llama-eager": ("llama", {**MODERN, "attn_implementation": "eager"}),
     "mistral-window": ("mistral", {**WINDOWED, "sliding_window": 6}),
@@ -61,7 +61,7 @@ NEW_TOKENS = 12
 def tiny(kind, options, seed, vocab=VOCAB):
     options = {k: v for k, v in options.items() if v is not None}
     attention = options.pop("attn_implementation", None)
-    special: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    special = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     config = cast(Any, CONFIG_MAPPING[kind])(vocab_size=vocab, **special, **options)
     torch.manual_seed(seed)
     model = redrawn(AutoModelForCausalLM.from_config(config, attn_implementation=attention), 0.4)

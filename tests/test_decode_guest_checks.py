@@ -22,7 +22,6 @@ from draftsmith.decode.propose.protocol import (
 )
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.verify import VERIFIERS
-from draftsmith.decode.verify.tree_walk import Verdict
 from tests.tiny_models import random_llama
 
 V = 17
@@ -60,9 +59,7 @@ class ThreesSession(Session):
         if self.proposer.drawing != "deterministic":
             q_BEV = torch.zeros(self.rows, size, V)
             q_BEV[:, :, 3] = 1
-        made: Proposal = self.proposer.change(
-            Proposal(self.tree, tokens_BM, q_BEV, self.proposer.drawing)
-        )
+        made = self.proposer.change(Proposal(self.tree, tokens_BM, q_BEV, self.proposer.drawing))
         return made
 
     def commit(self, outcome):
@@ -91,7 +88,7 @@ def deeper(proposal):
     )
 
 
-PROPOSALS: dict[str, tuple[Change, str]] = {
+PROPOSALS = {
     "nothing": (lambda _: None, "expected a Proposal with a TreeBatch, got NoneType"),
     "a tree of another class": (
         lambda proposal: replace(proposal, tree=cast(Any, Tree((-1, 0, 1)))),
@@ -107,7 +104,7 @@ PROPOSALS: dict[str, tuple[Change, str]] = {
     "elsewhere": (tokens(lambda x: x.to("meta")), "on cpu, got .* on meta"),
     "a list": (tokens(Tensor.tolist), "tokens_BM: expected a tensor, got list"),
 }
-DRAWN: dict[str, tuple[Change, str]] = {
+DRAWN = {
     "wider": (
         q(lambda x: pad(x, (0, 1))),
         r"q_BEV: expected torch.float32 \[2, 3, 17\] on cpu, got torch.float32 \[2, 3, 18\]",
@@ -148,13 +145,13 @@ def test_what_fits_is_taken():
 
 def own(change):
     def run(proposal, p_BMV, u_BU):
-        made: Verdict = change(VERIFIERS["exact"].run(proposal, p_BMV, u_BU))
+        made = change(VERIFIERS["exact"].run(proposal, p_BMV, u_BU))
         return made
 
     return replace(VERIFIERS["exact"], name="own", run=run)
 
 
-VERDICTS: dict[str, tuple[Callable[[Verdict], Any], str]] = {
+VERDICTS = {
     "nothing": (lambda _: None, "expected a Verdict, got NoneType"),
     "a token too few": (
         lambda verdict: replace(verdict, tokens_BD1=verdict.tokens_BD1[:, :-1]),

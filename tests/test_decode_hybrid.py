@@ -2,12 +2,11 @@
 
 import copy
 import json
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.sampling import Sampling, generator
@@ -84,7 +83,7 @@ def test_rows_that_take_turns_are_those_of_full_forwards(kind):
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_draft_with_a_state_gives_the_tokens_of_full_forwards(kind):
     drafts = {"other": hybrid(kind, seed=2), "itself": hybrid(kind)}
-    accepted: dict[str, int] = {}
+    accepted = {}
     for name, draft in drafts.items():
         generations = outputs(kind, DraftModelProposer(draft), [2, 0, 1])
         assert [each.output_ids for each in generations] == [own_greedy(kind, r) for r in (2, 0, 1)]
@@ -93,7 +92,7 @@ def test_a_draft_with_a_state_gives_the_tokens_of_full_forwards(kind):
     assert accepted["itself"] == 3 * (NEW_TOKENS - NEW_TOKENS // 5) >= accepted["other"]
 
 
-PROPOSERS: dict[str, Callable[[PreTrainedModel], Proposer]] = {
+PROPOSERS = {
     "a small LLaMA": lambda target: DraftModelProposer(random_llama(7, VOCAB)),
     "lookup, then draft": lambda target: LookupFirst(DraftModelProposer(random_llama(7, VOCAB)), 1),
     "eagle": lambda target: HeadProposer(stirred_head("eagle", target)),
@@ -244,7 +243,7 @@ def test_output_distribution_is_the_targets(kind, name):
     sampling = Sampling(temperature=0.8, top_p=0.95)
     target = hybrid(kind, vocabulary=size)
     draft = DraftModelProposer(random_llama(7, size))
-    makers: dict[str, Callable[[], Proposer]] = {
+    makers = {
         "draft": lambda: draft,
         "lookup, then draft": lambda: LookupFirst(draft, 1),
         "eagle": lambda: HeadProposer(stirred(EagleHead.fresh(target).eval())),

@@ -5,7 +5,6 @@ Counted on a CPU, at the calls of torch that compute; a GPU runs each of them as
 
 import re
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -66,7 +65,7 @@ def of_a_layer(of_model):
 )
 def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
     """A norm of bf16 is two: it scales after rounding."""
-    counts: list[Counter[str]] = []
+    counts = []
 
     def counted(function, *_):
         def step(tensors):
@@ -107,7 +106,7 @@ def test_a_layer_of_a_compiled_step_has_these_kernels():
 
 
 def test_a_gpu_tunes_what_it_compiles_and_a_cpu_does_not(monkeypatch):
-    asked: list[Any] = []
+    asked = []
     monkeypatch.setattr(torch, "compile", lambda _, **options: asked.append(options["options"]))
     for backend, device in (("inductor", "cuda"), ("inductor", "cpu"), ("eager", "cuda")):
         steps._compiled(lambda tensors: tuple(tensors), backend, torch.device(device))

@@ -97,7 +97,7 @@ def test_a_row_can_be_made_again_from_its_seed(whole, target_dir):
 def test_batches_and_parts_only_change_the_cutting(
     whole, tmp_path, target_dir, prompts_file, change
 ):
-    options: dict[str, Any] = {
+    options = {
         "batch_size": 3,
         "part_rows": 6,
         "num_samples": 3,

@@ -4,7 +4,6 @@ target with them.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ def test_rows_from_elsewhere(words, door, target_dir, golden):
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     )
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
-    cases: list[tuple[Any, str]] = [
+    cases = [
         ({"messages": chat, "id": "c", "domain": "chat"}, ""),
         ({"prompt_ids": [5, 6], "response_ids": [7, 8, 1]}, ""),
         ({"messages": chat[:1]}, "does not end with an assistant turn"),

@@ -3,11 +3,8 @@
 Legend: B rows, T tokens, A anchors, S slots, H hidden size.
 """
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
@@ -25,7 +22,7 @@ V, S, WINDOW = SIZES["vocab_size"], 5, 9
 
 def make_head(kind, target, **options):
     """Every parameter away from where it began."""
-    head: Any = HEADS[kind].fresh(target, **({"num_layers": 2, "block_size": S} | options)).eval()
+    head = HEADS[kind].fresh(target, **({"num_layers": 2, "block_size": S} | options)).eval()
     random = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -55,9 +52,7 @@ def decoded_block(head, ids_BT, states, anchor):
     mask = torch.cat(
         [context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1
     )[:, None]
-    states_BDH: Tensor = head.slots(
-        head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache)
-    )
+    states_BDH = head.slots(head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache))
     return states_BDH
 
 

@@ -1,7 +1,6 @@
 """The verdict: what the timings allow to say, how often that is wrong, and in which words."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -222,7 +221,7 @@ def simulated(settings, cells, speed, rng):
             where = Where(name, 1, f"s{cell}", "id", 1.0, *how)
             seconds = level * rng.lognormal(0, 0.1, prompts)
             seconds /= 1.0 if name == "target" else speed
-            counts: dict[str, Any] = {"timed_tokens": [64] * prompts, "decode_s": seconds}
+            counts = {"timed_tokens": [64] * prompts, "decode_s": seconds}
             counts |= {"timed_calls": [40] * prompts}
             if name != "target":
                 counts |= {"emitted": [64] * prompts, "calls": [40] * prompts}
@@ -230,7 +229,7 @@ def simulated(settings, cells, speed, rng):
                 tally.append(where, key, range(prompts), list(values))
     figures = {name: FIGURES[name] for name in ("speedup", "tau", "tau_needed")}
     rows = estimate(tally.table(), figures, base="d0", resamples=300)
-    document: Any = {
+    document = {
         "base": "d0",
         "drafts": names,
         "models": {name: model_row(name) for name in names},

@@ -70,7 +70,7 @@ def texts():
     """`texts(target, sampling, count)`: the task of decoding as many prompts, and the target's own
     texts, once for all methods.
     """
-    made: dict[tuple[int, Sampling, int], tuple[timing.Task, Any]] = {}
+    made = {}
 
     def of(target: LlamaForCausalLM, sampling: Sampling, count: int) -> tuple[timing.Task, Any]:
         key = (id(target), sampling, count)
@@ -231,12 +231,12 @@ def cells(target_dir, draft_dir, tmp_path_factory):
         # The report is tested elsewhere.
         patch.setattr("draftsmith.eval.run.write_report", lambda results: results.directory)
         results = evaluate(config)
-    cells: list[tuple[Any, ...]] = []
+    cells = []
     for tau in results.select("tau"):
         if tau["set"] is None:
             continue
-        where: Any = (tau["draft"], tau["set"], tau["temperature"])
-        how: Any = (tau["tree"], tau["rule"])
+        where = (tau["draft"], tau["set"], tau["temperature"])
+        how = (tau["tree"], tau["rule"])
         predicted, run = (
             results.figure(f"tau_{key}", *where, *how) for key in ("predicted", "run")
         )

@@ -28,7 +28,7 @@ def results():
     document = made_up(
         {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH, trees=("chain:4",), timed=False
     )
-    alphas: dict[tuple[str, str], tuple[float, float | None, float | None]] = {
+    alphas = {
         ("base", "id"): (0.30, 0.28, 0.32),
         ("base", "ood"): (0.20, 0.18, 0.22),
         ("mine", "id"): (0.50, 0.45, 0.55),

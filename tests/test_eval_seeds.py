@@ -11,11 +11,10 @@ from draftsmith.eval.bootstrap import PromptSums, estimate, resamples
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check, named_runs
 from draftsmith.eval.run import evaluate
-from draftsmith.eval.schema import SuiteKind
 from tests.results_made_up import BASE, BOTH, view
 from tests.tiny_models import near, save_word_tokenizer, tiny_llama
 
-RUNS: dict[str, dict[SuiteKind, float]] = {
+RUNS = {
     "base": BASE,
     "jsd": {"id": 0.20, "ood": 0.10},
     "jsd#2": {"id": 0.24, "ood": 0.06},
@@ -71,7 +70,7 @@ def test_the_interval_is_over_prompts_which_are_drawn_for_all_runs_at_once(resul
 
 
 def test_a_gain_over_a_base_with_seeds_spreads_over_every_pair_of_runs():
-    more: dict[SuiteKind, float] = {"id": 0.02, "ood": 0.0}
+    more = {"id": 0.02, "ood": 0.0}
     results = view({"kl": BASE, "kl#2": more, "jsd": RUNS["jsd"], "jsd#2": BASE}, BOTH)
     assert (results.base, results.aligned) == ("kl", ["jsd"])
     base, mine = (

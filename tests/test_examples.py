@@ -6,7 +6,6 @@ import importlib.util
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,7 +28,7 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     adapt, target_dir, draft_dir, tmp_path, capsys, golden
 ):
     answer = " over the lazy dog and the dog does not mind"
-    rows: list[Any] = []
+    rows = []
     vocabulary = "the quick brown fox jumps over a lazy dog and numbers such as one".split()
     prompts = [" ".join(random.Random(number).sample(vocabulary, 9)) for number in range(23)]
     for number in range(20):

@@ -6,7 +6,7 @@ python -m pytest --noconftest -m gpu tests/test_gpu.py
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.sampling import Sampling
@@ -65,7 +65,7 @@ def test_graphs_decode_as_eager(tree, rows):
 
 @pytest.mark.parametrize("proposer", [None, PromptLookupProposer()])
 def test_graphs_of_a_models_own_forward(proposer):
-    model: PreTrainedModel = gpt2()
+    model = gpt2()
     found = [
         SpeculativeDecoder(model, proposer, compile=graphs)
         .generate(PROMPTS, max_new_tokens=24, eos_ids=())

@@ -2,7 +2,6 @@
 
 import json
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def coded(weight, block, dtype):
 
 
 # Block, dtype, name of the scale, its shape in the file, and `weight_block_size` of the config.
-WAYS: dict[str, tuple[Any, ...]] = {
+WAYS = {
     "FP8 of a tensor": ((10**4, 10**4), FP8, "_scale", (), None),
     "FP8 of rows, flat": ((1, 10**4), FP8, "_scale", (-1,), None),
     "FP8 of rows": ((1, 10**4), FP8, "_scale", None, None),

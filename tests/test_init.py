@@ -39,7 +39,7 @@ def test_a_pruned_draft_of_all_layers_is_the_target(
 def test_what_is_made_decodes_losslessly(
     method, door, target_dir, donor_dir, prompts_file, tmp_path, golden
 ):
-    words: dict[str, tuple[object, ...]] = {
+    words = {
         "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
         "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
     }

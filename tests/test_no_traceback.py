@@ -102,7 +102,7 @@ def test_a_bound_ends_with_its_block_and_is_for_the_main_thread():
     with pytest.raises(TimeoutError), limited(0.05):
         while True:
             pass
-    ended: list[int] = []
+    ended = []
 
     def work():
         with limited(0.001):

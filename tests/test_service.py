@@ -10,7 +10,6 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -98,11 +97,11 @@ def test_a_service_answers_500_requests_with_flat_memory(service):
         for name, pair in service.pairs.items()
         for prompt in prompts
     }
-    left: list[Client] = []
+    left = []
 
     async def ask(number):
         name, prompt = ("one", "two")[number % 2], prompts[number % 3]
-        options: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 12}
+        options = {"prompt": prompt, "max_new_tokens": 12}
         if number % 5 == 0:
             client = Client(leaves_after=2)
             await client.post(app, f"/{name}/stream", prompt="a", max_new_tokens=80)

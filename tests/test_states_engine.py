@@ -10,7 +10,6 @@ import shutil
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -231,7 +230,7 @@ def test_wrong_states_are_found_before_the_run_and_named(
     fault, engine, target_dir, prompts_file, tmp_path, monkeypatch, golden
 ):
     monkeypatch.setattr(StatesLLM, "fault", fault)
-    options: dict[str, Any] = {
+    options = {
         "target": target_dir,
         "prompts": prompts_file,
         "engine": "vllm",
@@ -244,7 +243,7 @@ def test_wrong_states_are_found_before_the_run_and_named(
 
 
 def test_states_come_from_an_engine_that_has_them(target_dir, golden):
-    options: dict[str, Any] = {"target": target_dir, "prompts": "p", "out": "o"}
+    options = {"target": target_dir, "prompts": "p", "out": "o"}
     with golden.raises():
         DistillConfig(**options, states="s")
     with golden.raises():

@@ -8,7 +8,6 @@ shared, because the system can drop them.
 import json
 import resource
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -109,9 +108,7 @@ def test_two_processes_or_states_hold_what_one_cannot(
     learnt = ["--data", "set", "--out", "head"]
     measured = ["--draft", "head=head", "--id", "own=prompts.jsonl", "--out", "eval"]
     roads = [words("distill", *asked), words("train", *learnt), words("eval", *measured)]
-    jobs: list[dict[str, Any]] = [
-        {"words": [*road, "--target_parallel", "2"], "stop_at": None} for road in roads
-    ]
+    jobs = [{"words": [*road, "--target_parallel", "2"], "stop_at": None} for road in roads]
     (tmp_path / "driver.py").write_text(KILLED.replace("gc.freeze()", f"{limit}\ngc.freeze()"))
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     launch(["--config_file", CONFIGS / "cpu2.yaml"], tmp_path / "driver.py", tmp_path / "jobs.json")

@@ -10,7 +10,6 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
@@ -106,7 +105,7 @@ def test_the_config_of_a_run_has_every_option_and_its_id_only_those_that_decide(
         accelerator = MagicMock()
         beside = asdict(config) | {"processes": processes}
         start(accelerator, tmp_path, {"config": identity(config)}, beside, tracker="wandb")
-        made: dict[str, Any] = accelerator.init_trackers.call_args.kwargs["init_kwargs"]["wandb"]
+        made = accelerator.init_trackers.call_args.kwargs["init_kwargs"]["wandb"]
         return made
 
     one = started(1, batch_size=4)

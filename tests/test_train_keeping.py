@@ -67,7 +67,7 @@ def test_held_states_save_forwards_and_change_no_bit(
         "--steps 16 --batch_size 8 --eval_every 4 --save_every 3 --heldout_fraction 0.2 "
         "--optim.lr 0.01 --device cpu"
     ).split()
-    forwards: list[tuple[int, ...]] = []
+    forwards = []
     real = LlamaModel.forward
 
     def counted(self, input_ids=None, **options):

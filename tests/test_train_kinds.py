@@ -4,7 +4,6 @@ Legend: T tokens, V vocabulary.
 """
 
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode.engine import SpeculativeDecoder
 from draftsmith.decode.propose import PROPOSERS
-from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.drafts.heads import HEADS, head_kind
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -29,7 +27,7 @@ from tests.train_laws import metrics
 
 DEPTH = 3
 # What each kind is trained with here; every kind of draft that there is stands in it.
-OPTIONS: dict[str, list[str]] = {
+OPTIONS = {
     "lm": [],
     "eagle": ["--objective", "fkl"],
     "eagle3": f"--objective fkl --draft_vocab_size 120 --head.norms eagle31 --head.num_layers 2 "
@@ -122,7 +120,7 @@ class Listening:
 
         class Heard:
             def propose(self, u_BN):
-                proposal: Proposal = session.propose(u_BN)
+                proposal = session.propose(u_BN)
                 assert proposal.q_BEV is not None
                 heard.append(
                     (list(text), proposal.tokens_BM[0, 1:].tolist(), proposal.q_BEV[0].clone())
@@ -164,7 +162,7 @@ def training_distributions(trainee, text, drafted):
         elif isinstance(draft, Eagle3Head):
             logits_V = draft.to_target(draft.borrowed.projection.finish(draft.lm_head(hidden_H)))
         elif isinstance(draft, MedusaHeads):
-            projection: Any = draft[depth][-1]  # type: ignore[index]
+            projection = draft[depth][-1]  # type: ignore[index]
             logits_V = draft.borrowed.projection.finish(projection(hidden_H))
         else:
             logits_V = draft.borrowed.project(hidden_H)
@@ -178,7 +176,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
     training's.
     """
     target = load_model(target_dir, device="cpu", dtype="float32")
-    draft: Any = load_draft(str(trained), target, device="cpu", dtype="float32")
+    draft = load_draft(str(trained), target, device="cpu", dtype="float32")
     name = "draft" if kind == "lm" else kind
     proposer = Listening(PROPOSERS[name].make([draft] if kind == "lm" else draft))
     decoder = SpeculativeDecoder(target, proposer, f"chain:{DEPTH}", "speculative")
@@ -186,7 +184,7 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
     decoded = decoder.generate([prompt], Sampling(temperature=1.0), 40, [generator(3)], eos_ids=())
     assert sum(row.stats.accepted for row in decoded.generations) > 0
     # Evaluation of EAGLE-1 goes on its own features, as decoding does.
-    trainee: Any = TRAINEES[kind](draft, parse_objective("fkl"), target)
+    trainee = TRAINEES[kind](draft, parse_objective("fkl"), target)
     trainee.eval()
     assert len(proposer.heard) >= 10
     compared = 0
