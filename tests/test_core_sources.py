@@ -5,6 +5,9 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,7 +104,7 @@ CODE = (
     r"run it$"
 )
 # By what loads it: what is done to a good directory, and what is said of it.
-MODELS = [
+MODELS: list[tuple[Callable[[Path], Any], str]] = [
     (
         spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
         r": its weight model\.layers\.1\.mlp\.up_proj",
@@ -149,7 +152,7 @@ def only(name):
 
 
 ADAPTER = ("adapter_config.json", "adapter_model.bin")
-BOTH = [
+BOTH: list[tuple[Callable[[Path], Any], str]] = [
     (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
     (
         lambda d: (d / "generation_config.json").write_text("{"),
@@ -162,7 +165,7 @@ BOTH = [
     (only(None), r": holds no model \(it is empty\); a model has config\.json, "),
     (only("config.json"), r": holds no model \(no weights, only config\.json\); a model has "),
 ]
-TOKENIZERS = [
+TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
     (without_tokenizer, r"it holds no tokenizer\.json$"),
     (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
     (tokenizer_with_code, CODE),
