@@ -29,7 +29,7 @@ def test_a_flipped_bit_anywhere_in_a_record_is_refused_by_name(tmp_path, golden)
     whole = file.read_bytes()
     for place in range(len(whole) - 1):  # the line break at the end says nothing
         file.write_bytes(flipped(whole, place, place % 8))
-        with golden.raises():
+        with pytest.raises(InputError, match="run.json"):
             read_json(file, "a record")
     file.write_bytes(whole.replace(b"0.83", b"0.93"))
     with pytest.raises(InputError) as refused:
