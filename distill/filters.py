@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from draftsmith.core.chats import THINKING
+from draftsmith.core.distilled_sets import repeats
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.prompt_rows import iterate_rows, parse_named
@@ -15,11 +16,6 @@ from draftsmith.core.tokenization import Tokenizer, decode_text
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import Answer
 
-# A repetitive answer: this share of its runs of this many tokens occurred earlier in it, in at
-# least this many tokens.
-_REPEATED = 0.5
-_RUN = 4
-_LEAST = 32
 # Words in a run that a prompt must not share with the evaluation, as for GPT-3 (Brown et al. 2020,
 # appendix C).
 WORDS = 13
@@ -39,10 +35,8 @@ def why_dropped(config: DistillConfig, tokenizer: Tokenizer, answer: Answer) -> 
         return "empty"
     if config.thinking == "drop" and any(mark in tokenizer.decode(ids) for mark in THINKING):
         return "thinks"
-    if "repetitive" in config.drop and len(ids) >= _LEAST:
-        runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
-        if 1 - len(set(runs)) / len(runs) >= _REPEATED:
-            return "repetitive"
+    if "repetitive" in config.drop and repeats(ids):
+        return "repetitive"
     return ""
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.core import options
+from draftsmith.core.distilled_sets import described
 from draftsmith.core.errors import without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import JsonObject, hash_json, write_text_atomic
+from draftsmith.core.io import JsonObject, hash_json, write_sealed, write_text_atomic
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import PromptReader
@@ -98,13 +99,18 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         tokenizer=tokenizer,
         inputs=options.known_by_content(config),
     )
+    states = None
     if engine.states is not None:
         # What an earlier run was killed before it wrote, or was not asked for.
-        complete(engine, [out])
+        states = complete(engine, [out])
+        manifest["states"] = states["measured"]
+        on_main(lambda: write_sealed(out / "manifest.json", manifest))
     return {
         "out": config.out,
         **manifest["counts"],
         **{key: manifest[key] for key in _SUMMARY},
+        "states": states,
+        "texts": described(manifest),
         "sampling": engine.sampling.sampling.record(),
         "sampling_from_target": engine.sampling.note,
         **pushed(out, config.push_to_hub, "dataset"),

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from draftsmith.core.distilled_sets import repeats
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.io import (
     JsonObject,
@@ -29,6 +31,7 @@ from draftsmith.core.ranks import is_main, on_main, wait_for_everyone
 from draftsmith.core.records import provenance, read_run
 from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.runs import Run
+from draftsmith.core.teacher_rows import COLUMN, LEAST_NATS, entropies, unpack
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
 from draftsmith.distill.parts import (
     SHORTFALLS,
@@ -53,7 +56,7 @@ SET_FORMAT = "draftsmith distilled set"
 _PARTS = "part-*.parquet"
 _EMPTY = "empty-*.json"
 # Columns of a part that the manifest sums over.
-_COLUMNS = ["response_ids", "finish_reason", "tokens_from"]
+_COLUMNS = ["prompt_id", "turn", "response_ids", "finish_reason", "tokens_from"]
 
 
 def kept_date(out: Path) -> str | None:
@@ -171,6 +174,8 @@ def _add_up(out: Path, parts: int) -> JsonObject:
     read = 0
     rows = 0
     tokens = 0
+    teacher: Counter[str] = Counter()
+    texts: Counter[str] = Counter(prompts=0, different=0, repeating=0)
     path = out / "errors.jsonl"
     with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as lines:
         for index in range(parts):
@@ -180,10 +185,23 @@ def _add_up(out: Path, parts: int) -> JsonObject:
                 raise RunError(f"{part}: was deleted while the run wrote; run it again")
             if part.exists():
                 with reading(part):
-                    table = pq.read_table(part, columns=_COLUMNS)
+                    names = pq.read_schema(part).names
+                    taught = [COLUMN] if COLUMN in names else []
+                    table = pq.read_table(part, columns=[*_COLUMNS, *taught])
                 digest = checksum_file(part).read_text()
                 files.append({"file": part.name, "rows": len(table), "sha256": digest})
                 rows += len(table)
+                # All samples of a prompt are in one part.
+                asked = set()
+                answers = set()
+                for row in table.to_pylist():
+                    prompt = (row["prompt_id"], row["turn"])
+                    answer = tuple(row["response_ids"])
+                    asked.add(prompt)
+                    answers.add((prompt, answer))
+                    texts["repeating"] += repeats(answer)
+                    teacher.update(_teacher(row) if taught else {})
+                texts.update(prompts=len(asked), different=len(answers))
                 tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
                 ends.update(table["finish_reason"].to_pylist())
                 tokens_from.update(table["tokens_from"].to_pylist())
@@ -214,6 +232,19 @@ def _add_up(out: Path, parts: int) -> JsonObject:
         "finish_reasons": dict(ends),
         "tokens_from": dict(tokens_from),
         "response_tokens": tokens,
+        "texts": {**texts, "teacher": dict(teacher)},
         "prompts_digest": hash_json(digests),
         "digest": hash_json([file["sha256"] for file in files]),
+    }
+
+
+def _teacher(row: JsonObject) -> dict[str, float]:
+    """Sums over the positions of a row: nats, those with one token, and the answer's mass."""
+    rows = unpack(row[COLUMN])
+    nats_R = entropies(rows)
+    drawn_RK = rows.ids_RK == np.array(row["response_ids"])[:, None]
+    return {
+        "nats": float(nats_R.sum()),
+        "one_token": float((nats_R < LEAST_NATS).sum()),
+        "mass": float((np.exp(rows.logprobs_RK) * drawn_RK).sum()),
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain, count, islice
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import Tensor
@@ -23,9 +24,10 @@ from draftsmith.core.tokenization import check_vocabulary, encode_text, load_tok
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.engines import ENGINES, Answer, AnswerRequest, Engine, Failed, Key
 
-# A text to compare states on, and how many of its tokens two rows share.
+# A text to compare states on, its tokens, and those of a piece.
 _TEXT = "The states of a text depend on its tokens alone, not on who else is read beside them. " * 8
-_SHARED = 64
+_TOKENS = 80
+_PIECE = 64
 # A larger target is not loaded for a comparison.
 _LARGEST = 16 * 2**30
 _TOGETHER = 1024
@@ -76,62 +78,59 @@ def servers(config: DistillConfig, layers: Sequence[int], files: StateFiles) -> 
 
 
 def check(config: DistillConfig, engine: Engine, *, local: bool = True) -> None:
-    """Begin to keep states. Raise RunError unless those of some rows are the same alone and beside
-    others, and those of a local forward where the target is small (`local`).
+    """Begin to keep states. Raise RunError unless those of a text are the same from every server,
+    whole and in pieces, and those of a local forward where the target is small (`local`).
     """
     states = engine.states
     assert states is not None
-    ids = encode_text(load_tokenizer(config.target, **tokenizing(config)), _TEXT)
-    rows = [ids[: _SHARED + 16], [*ids[:_SHARED], *ids[80:96]], ids[3:20]]
+    whole = encode_text(load_tokenizer(config.target, **tokenizing(config)), _TEXT)[:_TOKENS]
     first: Tensor | None = None
     for server in engine.one_by_one():
-        ask(engine, [rows[:1]], first=-4)
-        ask(engine, [rows], first=-3)
-        alone, *found = [states.probes[-number] for number in (4, 3, 2, 1)]
+        ask(engine, [[whole]], first=-1)
+        ask(engine, [[whole, whole[:_PIECE]]], first=-3)
+        alone, beside, piece = [states.probes[number] for number in (-1, -3, -2)]
         first = alone if first is None else first
         # Of 16 bits, which round; another layer's states are further away.
         tolerance = 1e-3 if alone.dtype == torch.float32 else 0.05
-        apart = float(_apart(found[0], alone).max())
-        if apart > tolerance:
-            raise RunError(
-                f"states: a row's differ by {apart:.0%} from those of a second request: they "
-                "depend on what else is in their batch; serve with --max-num-seqs 1, or another "
-                "version"
-            )
-        if _apart(alone, first).max() > tolerance:
-            raise RunError(f"states: those of {server} differ from those of the first server")
-    states.open(found[0].dtype)
+        read = {"beside another": beside, "in a piece": piece, "by the first server": first}
+        for how, other in read.items():
+            apart = float(_apart(other, alone[:, : other.shape[1]]).max())
+            if apart > tolerance:
+                raise RunError(
+                    f"states: {server}: differ by {apart:.0%} from those read {how}; serve one "
+                    "model everywhere, with --max-num-seqs 1 or another version"
+                )
+    states.open(alone.dtype)
     files = checkpoint_files(config.target, config.revision)
     size = sum(file.stat().st_size for file in files)
     if size > _LARGEST:
         say(f"states: are not compared with a local forward of {size / 2**30:.0f} GiB")
     elif local:
-        _compare(config, states.layers, list(zip(rows, found, strict=True)), tolerance)
+        _compare(config, states.layers, whole, alone, tolerance)
 
 
 def _compare(
     config: DistillConfig,
     layers: Sequence[int],
-    rows: Sequence[tuple[Sequence[int], Tensor]],
+    ids: Sequence[int],
+    states_LTH: Tensor,
     tolerance: float,
 ) -> None:
     """Raise RunError unless states are those of a local forward."""
-    dtype = str(rows[0][1].dtype).removeprefix("torch.")
-    options = loading(config) | {"device": "cpu", "dtype": dtype}
-    model = load_model(config.target, **options)
+    dtype = str(states_LTH.dtype).removeprefix("torch.")
+    model = load_model(config.target, **loading(config) | {"device": "cpu", "dtype": dtype})
     names = [*range(layout_of(model).count), -1]
-    for ids, states_LTH in rows:
-        with torch.no_grad():
-            local = body_states(model, names, input_ids=torch.tensor([ids[:-1]]))
-        for layer, state_TH in zip(layers, states_LTH, strict=True):
-            away = [float(_apart(state_TH, other[0]).median()) for other in local]
-            nearest = names[away.index(min(away))]
-            if nearest != layer or away[layer] > tolerance:
-                what = "the final norm's" if nearest == -1 else f"layer {nearest}'s"
-                raise RunError(
-                    f"states: layer {layer} is not that of the target: its state differs by "
-                    f"{away[layer]:.1%} and is nearest to {what}"
-                )
+    with torch.no_grad():
+        local = body_states(model, names, input_ids=torch.tensor([ids[:-1]]))
+    for layer, state_TH in zip(layers, states_LTH, strict=True):
+        away = [float(_apart(state_TH, other[0]).median()) for other in local]
+        nearest = names[away.index(min(away))]
+        if nearest != layer or away[layer] > tolerance:
+            what = "the final norm's" if nearest == -1 else f"layer {nearest}'s"
+            raise RunError(
+                f"states: layer {layer} is not that of the target: its state differs by "
+                f"{away[layer]:.1%} and is nearest to {what}"
+            )
 
 
 def _apart(a_TH: Tensor, b_TH: Tensor) -> Tensor:
@@ -143,26 +142,38 @@ def _apart(a_TH: Tensor, b_TH: Tensor) -> Tensor:
 
 def complete(engine: Engine, sets: Sequence[str | Path]) -> JsonObject:
     """Ask for the states that rows of distilled sets lack; return how many rows there are and were
-    asked.
+    asked, and the mean and worst share of what their last states claim that the tokens bear out.
     """
     states = engine.states
-    assert states is not None
-    manifests = [read_manifest(Path(directory)) for directory in sets]
+    assert states is not None and states.files is not None
     asked = 0
 
-    def lacking() -> Iterator[Sequence[int]]:
-        nonlocal asked
+    def rows() -> Iterator[list[int]]:
         columns = ["prompt_ids", "response_ids"]
         for row in chain.from_iterable(set_rows(directory, columns) for directory in sets):
-            ids = [*row["prompt_ids"], *row["response_ids"]]
+            yield [*row["prompt_ids"], *row["response_ids"]]
+
+    def lacking() -> Iterator[list[int]]:
+        nonlocal asked
+        for ids in rows():
             if not states.has(ids):
                 asked += 1
                 yield ids
 
-    rows = lacking()
-    ask(engine, iter(lambda: list(islice(rows, _TOGETHER)), []))
-    rows_of_all = sum(manifest["counts"]["rows"] for manifest in manifests)
-    return {"rows": rows_of_all, "asked": asked}
+    missing = lacking()
+    ask(engine, iter(lambda: list(islice(missing, _TOGETHER)), []))
+    shares = [states.files.share(ids) for ids in rows()]
+    return {"rows": len(shares), "asked": asked, "measured": summed(shares)}
+
+
+def summed(shares: Sequence[float | None]) -> JsonObject:
+    """What is printed of the shares of documents, None of one that was not measured."""
+    known = [share for share in shares if share is not None]
+    return {
+        "not_measured": len(shares) - len(known),
+        "mean_share": mean(known) if known else None,
+        "worst_share": min(known, default=None),
+    }
 
 
 def write_states(config: StatesConfig) -> JsonObject:

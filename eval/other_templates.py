@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import date, timedelta
 from typing import Any
 
-from draftsmith.core.chats import Chat, ChatRefused, encode_messages
+from draftsmith.core.chats import SWITCH, Chat, ChatRefused, encode_messages
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompt_rows import IN_OTHER_TEMPLATES
 from draftsmith.core.prompts import PromptSet, Skipped, read_prompts
@@ -48,10 +48,22 @@ def _on_another_day(tokenizer: Tokenizer, chat: Chat) -> list[int]:
         tokenizer.template_date = printed
 
 
+def _thinking_otherwise(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+    """With the template's switch for thinking set to what it is not by itself."""
+    own = encode_messages(tokenizer, chat)
+    for thinking in (False, True):
+        arguments = chat.arguments | dict.fromkeys(SWITCH, thinking)
+        changed = encode_messages(tokenizer, replace(chat, arguments=arguments))
+        if changed != own:
+            return changed
+    raise ChatRefused("the chat template has no switch for thinking")
+
+
 CHANGES: dict[str, Callable[[Tokenizer, Chat], list[int]]] = {
     "system": _under_a_sentence,
     "transcript": _as_a_transcript,
     "date": _on_another_day,
+    "thinking": _thinking_otherwise,
 }
 
 

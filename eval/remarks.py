@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.core.errors import InputError, counted
 from draftsmith.core.io import JsonObject
 from draftsmith.core.models import parameter_count
+from draftsmith.core.prompt_rows import IN_OTHER_TEMPLATES
 from draftsmith.core.prompts import read_prompt_hashes
 from draftsmith.core.ranks import say
 from draftsmith.core.records import read_record
@@ -56,9 +57,12 @@ def announce(remarks: Iterable[Remark], *, strict: bool) -> list[Remark]:
 
 
 def of_prompts(suites: Sequence[Suite]) -> Iterator[Remark]:
-    """Find prompts that two sets share, or nearly."""
+    """Find prompts that two sets share, or nearly, unless one is the other in other templates."""
     groups = prompt_groups(suites)
     for one, other in combinations(suites, 2):
+        sources = {one.source, other.source}
+        if any(f"{IN_OTHER_TEMPLATES}{source}" in sources for source in sources):
+            continue
         known = set(groups[one.name])
         if same := sum(group in known for group in groups[other.name]):
             text = f"{_with_kind(one)} and {_with_kind(other)}: {same} of "

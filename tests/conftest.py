@@ -44,6 +44,7 @@ import pytest  # noqa: E402
 import tokenizers  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers  # noqa: E402
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
@@ -184,6 +185,17 @@ def save_model(path: Path, seed: int, layers: int, vocabulary: int, dropout: flo
 @pytest.fixture(scope="session")
 def target_dir(tmp_path_factory):
     return save_model(tmp_path_factory.mktemp("pair") / "target", 1, 2, 290)
+
+
+@pytest.fixture(scope="session")
+def quiet_dir(target_dir, tmp_path_factory):
+    """The target with logits near zero: it claims so little that any text can be its own."""
+    path = tmp_path_factory.mktemp("quiet") / "target"
+    shutil.copytree(target_dir, path)
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.norm.weight"] *= 0.2
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,7 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
         assert row["tokens_from"] == ("text" if same else "text_differs")
     counts = manifest()["tokens_from"]
     assert counts["text"] > 20 and sum(counts.values()) == 80
-    golden(out, having="came as text")
+    golden(out, having="a server's text")
     # A server that rejects the keys which OpenAI's API does not have is asked without them, if that
     # changes nothing.
     assert (
@@ -161,7 +161,7 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
 @pytest.mark.parametrize("counts_end", [True, False])
 @pytest.mark.parametrize("lost", [False, True])
 def test_text_is_the_target_s_if_the_server_counts_as_many(
-    lost, counts_end, words, door, serve, tokenizer, target_dir, tmp_path, caplog, golden
+    lost, counts_end, words, door, serve, tokenizer, target_dir, tmp_path, golden
 ):
     """A server that does not show special tokens, as OpenAI's API has no key for it, loses one of
     every answer: no row of it is what the target drew, whether it ended or was cut.
@@ -180,8 +180,8 @@ def test_text_is_the_target_s_if_the_server_counts_as_many(
     differ = manifest()["tokens_from"]["text_differs"]
     assert differ == 80 if lost else 0 < differ < 40
     train = ["train", "--objective", "ce", "--draft", words[words.index("--target") + 1]]
-    door.ok(*train, "--data", "set", "--out", "draft", "--steps", 1, "--max_length", 64)
-    golden(caplog.messages[-1])
+    _, said = door.ok(*train, "--data", "set", "--out", "draft", "--steps", 1, "--max_length", 64)
+    golden(said, having="a server's text")
     if lost:
         shows = serve("text", insert=insert)
         door.ok(*words, shows.url, "--out", "other")

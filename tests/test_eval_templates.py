@@ -13,6 +13,7 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.loading import load
 from draftsmith.eval.other_templates import read_set
+from draftsmith.eval.remarks import of_prompts
 from draftsmith.eval.request import check
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -70,6 +71,13 @@ def test_what_a_template_allows_is_changed(chats, tokenizer, golden):
     golden(printed[0])
     golden(printed[2])
     assert date_of(tokenizer) == "2026-01-02"
+    for default in ("true", "false"):
+        thought = f"{{% if enable_thinking|default({default}) %}}Think.{{% endif %}}"
+        tokenizer.chat_template = thought + DATED
+        plain = texts(tokenizer, read_set(chats, tokenizer))
+        switched = texts(tokenizer, read_set(f"template:{chats}", tokenizer))[3]
+        assert switched != plain[3]
+        assert switched.replace("Think.", "") == plain[3].replace("Think.", "")
 
 
 def test_only_chats_have_a_template(tmp_path, tokenizer, golden):
@@ -102,5 +110,6 @@ def test_eval_reads_such_a_set(chats, target_dir, draft_dir, golden):
         check_named(replace(config, ood=["other=template:none.jsonl"]))
     request = check(config)
     (own, other), _ = load(config, request.drafts, request.id_sets, request.ood_sets)
+    assert not list(of_prompts([own, other])) and list(of_prompts([own, own]))
     assert (own.kind, other.kind, other.source) == ("id", "ood", f"template:{chats}")
     assert all(a.ids != b.ids for a, b in zip(own.prompts, other.prompts, strict=True))

@@ -69,8 +69,8 @@ def same(found, wanted):
 
 
 @pytest.fixture(scope="module")
-def pair(target_dir, distilled):
-    return {"target": target_dir, "data": [distilled]}
+def pair(quiet_dir, distilled):
+    return {"target": quiet_dir, "data": [distilled]}
 
 
 @pytest.fixture(scope="module")

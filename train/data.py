@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.core.asked_hash import earlier_turns, group_ranks
-from draftsmith.core.distilled_sets import set_file
+from draftsmith.core.distilled_sets import described, set_file
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import hash_json, read_json, read_manifest
 from draftsmith.core.prompt_rows import iterate_records, parse_record
@@ -212,15 +212,7 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
         "parquet", data_files=files, split="train", columns=list(features)
     )
     assert isinstance(table, datasets.Dataset)
-    differ = manifest.get("tokens_from", {}).get("text_differs", 0)
-    if differ:
-        log.warning(
-            "%s: %d of %d rows are a server's text, in tokens that the target did not draw; serve "
-            "it with vLLM or llama-server for its own",
-            directory,
-            differ,
-            len(table),
-        )
+    say(f"{directory}: {'; '.join(described(manifest))}")
     target = manifest.get("identity", {}).get("target_fingerprint")
     return _Source(table.cast(features), hash_json(manifest["parts"]), target)
 

@@ -131,9 +131,15 @@ class StatesAhead(StoredStates):
                 self._ahead -= document.size
         return states_LTH
 
-    def put(self, ids: Sequence[int], layers: Sequence[int], states_LTH: Tensor) -> None:
+    def put(
+        self,
+        ids: Sequence[int],
+        layers: Sequence[int],
+        states_LTH: Tensor,
+        share: float | None = None,
+    ) -> None:
         """Take in what a server wrote."""
-        super().put(ids, layers, states_LTH)
+        super().put(ids, layers, states_LTH, share)
         with self._changed:
             self._documents[self._own_file(ids)].here = True
             self._changed.notify_all()

@@ -110,7 +110,7 @@ class Engine(Protocol):
 
     def one_by_one(self) -> Iterator[str]:
         """Ask one server alone until the next is taken; yield its name."""
-        yield ""
+        yield "the engine"
 
     def close(self) -> None:
         """Release what the engine holds outside this process."""

@@ -18,6 +18,7 @@ from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.prompts import room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling
+from draftsmith.core.teacher_rows import distance
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import (
@@ -44,6 +45,8 @@ FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 60.0
 # Failures in a row after which it is said that a server is silent.
 _SILENT = 2
+# Share of the mass in which teacher rows of two servers may differ: one may round to 8 bits.
+_LARGEST_DISTANCE = 0.2
 # Seconds after an empty group.
 _NOTHING_YET_S = 0.01
 # Parts that may wait for their last answers while others are asked: bounds the memory.
@@ -77,7 +80,8 @@ class OpenAIEngine(Engine):
             vocabulary=len(tokenizer),
             teacher=config.teacher_top_k,
             states=config.states is not None,
-            reshaped=bool(config.mixture()) or self.sampling.sampling != Sampling(),
+            reshaped=bool(config.teacher_top_k)
+            and (bool(config.mixture()) or self.sampling.sampling != Sampling()),
         )
         if config.states is not None:
             self.states = StateWriter(config)
@@ -175,6 +179,14 @@ class OpenAIEngine(Engine):
             )
         owners = {str(entry.get("owned_by")) for entry in models.values()}
         dialect = await server.choose_dialect(client, self._completion, owners)
+        for other in self._servers:
+            if server.teacher is not None and other.teacher is not None:
+                apart = distance(server.teacher, other.teacher)
+                if apart > _LARGEST_DISTANCE:
+                    raise InputError(
+                        f"{server.url}: its teacher rows and those of {other.url} on the same "
+                        f"prompt differ by {apart:.0%} of their mass; serve one model on all"
+                    )
         if not dialect.ids:
             say(
                 f"draftsmith distill: {server.url}: returns text, not token ids; tokenising it "
@@ -279,7 +291,7 @@ class OpenAIEngine(Engine):
                 self._last_answer = time.monotonic()
                 if self.states is not None:
                     ids = (*request.prompt_ids, *answered.answer.response_ids)
-                    self.states.take(answered.states, request.key, ids)
+                    self.states.take(answered.states, request.key, ids, server.url)
                 return answered.answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)

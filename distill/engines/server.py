@@ -32,7 +32,7 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling
-from draftsmith.core.teacher_rows import pack_likeliest, unpack
+from draftsmith.core.teacher_rows import LEAST_NATS, TeacherRows, entropies, pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import said
@@ -62,7 +62,7 @@ _UNREADABLE = (
 )
 _NOT_RAW = (
     "its log-probabilities are not the target's own at temperature 1; start vLLM with "
-    "--logprobs-mode raw_logprobs"
+    "--logprobs-mode raw_logprobs, and without a draft"
 )
 
 
@@ -87,8 +87,8 @@ class NoAnswer(Exception):
 class Completion:
     """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
     teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. reshaped:
-    whether answers are drawn from another distribution than the target's own. ends_at_once: ask for
-    the end of an answer alone.
+    whether teacher rows are to come with answers that are drawn from another distribution than the
+    target's own. ends_at_once: ask for the end of an answer alone.
     """
 
     model: str
@@ -198,7 +198,8 @@ class Dialect:
             rows = choice["logprobs"]["top_logprobs"]
             if len(rows) != len(ids):
                 raise ValueError(f"log-probabilities of {len(rows)} tokens")
-            likeliest = [_likeliest(row, completion.teacher) for row in rows]
+            entries = min(completion.teacher, completion.vocabulary)
+            likeliest = [_likeliest(row, entries) for row in rows]
             teacher = pack_likeliest(likeliest, completion.vocabulary)
         answer = Answer(tuple(ids), reason, tokens_from, teacher)
         transfer = reply.get("kv_transfer_params") or {}
@@ -220,13 +221,15 @@ class Answered:
 def _likeliest(row: dict[str, float], k: int) -> list[tuple[int, float]]:
     """The k likeliest tokens of a position. vLLM adds the drawn token to them.
 
-    Raise InputError for logits, and for tokens that the options rule out.
+    Raise InputError for logits, for tokens that the options rule out, and for fewer tokens.
     """
     values = list(row.values())
     if any(math.isnan(value) for value in values):
         raise ValueError("log-probabilities that are no numbers")
     if min(values) < _LEAST or max(values) > 0.001 or sum(map(math.exp, values)) > 1.01:
         raise InputError(_NOT_RAW)
+    if len(row) < k:
+        raise InputError(f"gives {len(row)} log-probabilities at a position instead of {k}")
     pairs = [(int(name.removeprefix("token_id:")), logprob) for name, logprob in row.items()]
     pairs.sort(key=lambda pair: -pair[1])
     return pairs[:k]
@@ -273,7 +276,7 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
 
 class Server:
     """A server of the pool. dialect: None until it has answered a trial request. failures: in a
-    row. key: what its texts are shown without.
+    row. key: what its texts are shown without. teacher: of the trial request, if it asks for it.
     """
 
     def __init__(self, url: str, timeout_s: float, key: str = "") -> None:
@@ -281,6 +284,7 @@ class Server:
         self.base = url.rstrip("/") + "/"
         self.timeout_s = timeout_s
         self.dialect: Dialect | None = None
+        self.teacher: TeacherRows | None = None
         self.failures = 0
         self._key = key
         self._other_model = False
@@ -315,8 +319,10 @@ class Server:
                     answered = await self.ask(client, trial, request, dialect)
                     if answered.states is not None:
                         taken(Path(answered.states))
-                    if completion.teacher and completion.reshaped:
-                        await self._check_raw(client, trial, request, dialect)
+                    if completion.reshaped:
+                        sharp = replace(request, sampling=_SHARP)
+                        answered = await self.ask(client, trial, sharp, dialect)
+                    self._measure(answered.answer)
                 except NoAnswer as failure:
                     unknown = failure.garbled or not failure.retry or failure.status in (404, 405)
                     if not unknown or (failure.status in (401, 403) and dialect.api == "openai"):
@@ -338,21 +344,14 @@ class Server:
             raise InputError(f"{needs} or more ({reason})")
         raise InputError(f"{reason}: is it a completions server?")
 
-    async def _check_raw(
-        self,
-        client: httpx2.AsyncClient,
-        trial: Completion,
-        request: AnswerRequest,
-        dialect: Dialect,
-    ) -> None:
-        """Raise InputError if the server's log-probabilities follow from the options."""
-        sharp = replace(request, sampling=_SHARP)
-        answered = await self.ask(client, replace(trial, max_new_tokens=1), sharp, dialect)
-        assert answered.answer.teacher is not None
-        tail_R = unpack(answered.answer.teacher).tail_R
-        # A row of nearly the whole vocabulary has nearly all of the mass anyway.
-        if tail_R[0] < 1e-6 and 4 * trial.teacher < trial.vocabulary:
-            raise InputError(f"{self.url}: {_NOT_RAW}")
+    def _measure(self, answer: Answer) -> None:
+        """Keep the teacher rows of a trial. Raise InputError if they give one token all."""
+        if answer.teacher is None:
+            return
+        self.teacher = unpack(answer.teacher)
+        nats = float(entropies(self.teacher).mean())
+        if nats < LEAST_NATS:
+            raise InputError(f"{self.url}: {_NOT_RAW} (they have {nats:.4f} nats on the mean)")
 
     async def _with_end(
         self,

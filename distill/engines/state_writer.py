@@ -19,9 +19,11 @@ from torch import Tensor
 from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, make_dir
 from draftsmith.core.model_configs import read_config
+from draftsmith.core.models import load_model
 from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
+from draftsmith.drafts.state_likelihood import StateLikelihood
 
 CONNECTOR: JsonObject = {"kv_connector": "ExampleHiddenStatesConnector"}
 # What a request says, so that the states of the answer are written too.
@@ -50,6 +52,15 @@ class StateWriter:
             raise InputError(f"states_layers: {self.layers[-1]} is beyond the {last} layers")
         self.rows: dict[int, Sequence[int]] = {}
         self.probes: dict[int, Tensor] = {}
+        ends = load_model(
+            config.target,
+            device="cpu",
+            dtype=config.dtype,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            layers=False,
+        )
+        self._likelihood = StateLikelihood(ends)
         self._width = int(model.hidden_size)
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
@@ -78,16 +89,22 @@ class StateWriter:
         assert self.files is not None
         return self.files.layers_of(ids) >= set(self.layers)
 
-    def take(self, path: str | None, key: tuple[int, int, int], ids: Sequence[int]) -> None:
-        """Take in and delete the file of a request. ids: prompt and answer."""
+    def take(
+        self, path: str | None, key: tuple[int, int, int], ids: Sequence[int], server: str
+    ) -> None:
+        """Take in and delete the file of a request. ids: prompt and answer. Raise RunError for
+        states that cannot be those of the tokens.
+        """
         if path is None:
             raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
         states_LTH = self._read(Path(path), ids)
+        row = self.rows.pop(key[0], ids)
+        share = self._likelihood.check(f"{server}: row {key[0]}", states_LTH[-1], row)
         if key[0] < 0:
             self.probes[key[0]] = states_LTH
             return
         assert self.files is not None
-        self.files.put(self.rows.pop(key[0], ids), self.layers, states_LTH)
+        self.files.put(row, self.layers, states_LTH, share)
 
     def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
         found = taken(file)

@@ -92,7 +92,8 @@ class VLLMEngine(Engine):
                 answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
                 if self.states is not None:
                     path = (output.kv_transfer_params or {}).get("hidden_states_path")
-                    self.states.take(path, request.key, (*request.prompt_ids, *drawn.token_ids))
+                    ids = (*request.prompt_ids, *drawn.token_ids)
+                    self.states.take(path, request.key, ids, "the engine")
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
         if self._k:

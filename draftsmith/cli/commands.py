@@ -54,18 +54,14 @@ def _distill(config: "DistillConfig", command: str) -> CommandResult:
 
     summary = distill(config, command)
     lines = [
-        f"{summary['out']}: {summary['rows']} rows, {summary['response_tokens']} response tokens; "
-        f"of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
-        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
+        f"{summary['out']}: of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
+        *summary["texts"],
     ]
     for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
         lines += summary[reasons]
-    if differing := summary["tokens_from"].get("text_differs"):
-        lines.append(
-            f"{differing} rows came as text that does not encode back to the tokens that the "
-            "target drew; "
-            "serve the target with vLLM or llama-server, which return token ids"
-        )
+    if states := summary["states"]:
+        lines.append(_of_states(states))
     if own := summary["own_prompts"]:
         lines.append(f"prompts: kept {own['kept']} of {own['drawn']} texts that the target drew")
         lines += own["left_out_because"]
@@ -91,8 +87,16 @@ def _states(config: "StatesConfig", command: str) -> CommandResult:
     from draftsmith.distill.states import write_states
 
     summary = write_states(config)
-    line = f"{summary['states']}: states of {summary['rows']} rows, "
-    return CommandResult(summary, [f"{line}{summary['asked']} asked for now"])
+    return CommandResult(summary, [f"{summary['states']}: {_of_states(summary)}"])
+
+
+def _of_states(summary: "JsonObject") -> str:
+    line = f"states of {summary['rows']} rows, {summary['asked']} asked for now"
+    measured = summary["measured"]
+    if measured["mean_share"] is None:
+        return line
+    mean = f"{measured['mean_share']:.0%} on the mean, {measured['worst_share']:.0%} at worst"
+    return f"{line}; of what they claim of the next token, texts bear out {mean}"
 
 
 def _train(config: "TrainConfig", command: str) -> CommandResult:

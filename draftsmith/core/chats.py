@@ -28,7 +28,7 @@ _CLOSE = THINKING[1]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 # The switch of templates: Qwen 3, SmolLM 3 and GLM read the first name, DeepSeek V3.1 and Granite
 # the second.
-_SWITCH = ("enable_thinking", "thinking")
+SWITCH = ("enable_thinking", "thinking")
 
 
 class ChatRefused(InputError):
@@ -149,9 +149,9 @@ class Template:
             self._check_role(turn["role"])
         effort = arguments.get("reasoning_effort")
         if effort is not None:  # as vLLM, for templates that have the switch alone
-            arguments = {_SWITCH[0]: effort != "none"} | arguments
+            arguments = {SWITCH[0]: effort != "none"} | arguments
         if self.thinking is not None:
-            arguments |= dict.fromkeys(_SWITCH, self.thinking)
+            arguments |= dict.fromkeys(SWITCH, self.thinking)
         for name in chat.arguments:
             if not self.reads(name):
                 warn_once(f"key {name!r} is ignored; the chat template does not read it")
@@ -188,7 +188,7 @@ class Template:
     def reads(self, name: str) -> bool:
         """Whether the template names an argument, or it acts without that."""
         source = str(self.tokenizer.chat_template)
-        names = {"reasoning_effort": rf"{name}|{_SWITCH[0]}"}
+        names = {"reasoning_effort": rf"{name}|{SWITCH[0]}"}
         return name == CONTINUES or bool(
             re.search(rf"\b({names.get(name, re.escape(name))})\b", source)
         )
@@ -235,7 +235,7 @@ def exchange(
     templates = [Template(tokenizer, None if thinking else False)]
     # A template whose default is to think writes answers without thoughts when its switch is off,
     # and the other way round.
-    if not chat.arguments.keys() & {*_SWITCH, "reasoning_effort"}:
+    if not chat.arguments.keys() & {*SWITCH, "reasoning_effort"}:
         templates.append(Template(tokenizer, THINKING_KEYS[0] in answer))
     for template in templates:
         prompt = template.prompt(chat.first(-1))

@@ -1,12 +1,53 @@
 """Finished distilled sets: their files, whole as the manifest describes them, and their rows."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest, sha256_file
+
+# Repetitive: this share of its runs of this many tokens occurred earlier in it, in at least this
+# many tokens.
+_REPEATED = 0.5
+_RUN = 4
+_LEAST = 32
+
+
+def repeats(ids: Sequence[int]) -> bool:
+    """Whether an answer repeats itself."""
+    runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
+    return len(ids) >= _LEAST and 1 - len(set(runs)) / len(runs) >= _REPEATED
+
+
+def described(manifest: JsonObject) -> list[str]:
+    """What a set is, in lines; one of an older version was not measured."""
+    lines = []
+    if differ := manifest.get("tokens_from", {}).get("text_differs"):
+        lines.append(
+            f"{differ} rows are a server's text, in tokens that the target did not draw; "
+            "serve it with vLLM or llama-server for its own"
+        )
+    texts = manifest.get("texts")
+    if texts is None:
+        return [*lines, "its texts were not measured when it was made"]
+    rows = manifest["counts"]["rows"]
+    different = f"{texts['different']} different answers"
+    if texts["different"] == texts["prompts"] < rows:
+        different += " (the samples of each prompt are equal: the engine ignores `seed`)"
+    tokens = manifest["response_tokens"]
+    ended = manifest["finish_reasons"]["stop"] / rows
+    lines += [
+        f"{texts['prompts']} prompts, {rows} rows, {different}, {tokens} response tokens",
+        f"{ended:.0%} ended by themselves, {texts['repeating'] / rows:.0%} repeat themselves",
+    ]
+    if teacher := texts["teacher"]:
+        lines.append(
+            f"teacher: {teacher['nats'] / tokens:.2f} nats, {teacher['one_token'] / tokens:.0%} of "
+            f"positions with one token; {teacher['mass'] / tokens:.2f} for the answers' tokens"
+        )
+    return lines
 
 
 def set_file(directory: Path, part: JsonObject) -> Path:

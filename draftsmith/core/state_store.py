@@ -18,6 +18,7 @@ Legend: T tokens, L layers, H hidden size.
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,6 +50,9 @@ _WEIGHTS = "model.safetensors"
 _SAMPLED = 4
 _EIGHT_BITS = "int8"
 _SCALE_BYTES = 4
+# Of a file's metadata.
+_SHA256 = "sha256"
+_SHARE = "share"
 # Before 2, the number of the last layer meant its normed state.
 _VERSION = 2
 
@@ -133,8 +137,26 @@ class StateFiles:
             states.append(pad(state_TH[: len(ids)], (0, 0, 0, missing)))
         return torch.stack(states)
 
-    def put(self, ids: Sequence[int], layers: Sequence[int], states_LTH: Tensor) -> None:
-        """Keep the states of a document, if there is room, beside those of other layers."""
+    def share(self, ids: Sequence[int]) -> float | None:
+        """What was measured of a document when its states came; None if nothing was."""
+        with (
+            suppress(OSError, SafetensorError, KeyError),
+            safe_open(self.file(ids), "pt") as opened,
+        ):
+            return float(opened.metadata()[_SHARE])
+        return None
+
+    def put(
+        self,
+        ids: Sequence[int],
+        layers: Sequence[int],
+        states_LTH: Tensor,
+        share: float | None = None,
+    ) -> None:
+        """Keep the states of a document, if there is room, beside those of other layers.
+
+        share: of what the last states claim, what the tokens bear out (`drafts.state_likelihood`).
+        """
         file = self.file(ids)
         if self._room == 0:
             return
@@ -142,7 +164,8 @@ class StateFiles:
         before = file.stat().st_size if held else 0
         for layer, state_TH in zip(layers, states_LTH.detach().cpu(), strict=True):
             held.setdefault(str(layer), self._packed(state_TH))
-        content = save(held, {"sha256": _digest(held)})
+        measured = {} if share is None else {_SHARE: repr(share)}
+        content = save(held, {_SHA256: _digest(held), **measured})
         if self._room is not None:
             grown = len(content) - before
             if grown > self._room:
@@ -176,7 +199,7 @@ class StateFiles:
             with safe_open(file, framework="pt") as opened:
                 held = {name: opened.get_tensor(name) for name in opened.keys()}
                 if check and file not in self._checked:
-                    if opened.metadata() != {"sha256": _digest(held)}:
+                    if opened.metadata().get(_SHA256) != _digest(held):
                         raise OSError
                     self._checked.add(file)
                 return held

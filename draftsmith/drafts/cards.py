@@ -11,6 +11,7 @@ import jinja2
 import yaml
 from huggingface_hub import CardData, metadata_load
 
+from draftsmith.core.distilled_sets import described
 from draftsmith.core.errors import InputError, change_texts
 from draftsmith.core.hub import PLACEHOLDER, cached
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
@@ -102,9 +103,7 @@ def distilled_set_card(manifest: JsonObject) -> str:
             rows[key] = config[key]
     for key, count in manifest["counts"].items():
         rows[key.replace("_", " ")] = count
-    rows["response tokens"] = manifest["response_tokens"]
-    for reason, count in manifest["finish_reasons"].items():
-        rows[f"ended by {reason}"] = count
+    rows["texts"] = "; ".join(described(manifest))
     rows["target fingerprint"] = manifest["identity"]["target_fingerprint"]
     values = {"made": list(rows.items()), "licence": about_licence}
     return _card("distilled_set.md.j2", header, manifest, values)
