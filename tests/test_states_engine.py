@@ -251,7 +251,7 @@ def test_right_states_are_told_from_wrong_ones(layers, tmp_path):
     model = load_model(place, device="cpu")
     model.model.norm.weight.data *= 3  # As sure as a trained one.
     model.save_pretrained(place)
-    drawn = model.generate(
+    drawn = model.generate(  # type: ignore[operator]
         torch.tensor([[7]]), max_new_tokens=60, do_sample=True, top_k=0, eos_token_id=None
     )
     ids = drawn[0].tolist()
