@@ -28,7 +28,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.core import __version__
-from draftsmith.core.environment import brief_waiting, environment, remark_spinning
+from draftsmith.core.environment import brief_waiting, environment
 
 if TYPE_CHECKING:
     from draftsmith import decoding as decoding
@@ -128,7 +128,6 @@ if not TYPE_CHECKING:  # a type checker that saw this function would take any na
             return importlib.import_module(f"draftsmith.{name}")
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        remark_spinning()
         # Many of them import torch.
         with environment(**brief_waiting()):
             value = globals()[name] = resolve_name(f"draftsmith.{_PUBLIC[name]}")

@@ -148,9 +148,8 @@ def _failed(called: str, error: BaseException) -> int:
             _say(f"{called}: {line}", error)
         return 3
     if lost_others(error):
-        again = "run the same command again to resume"
         error = RunError(
-            f"lost another process, whose output says why ({one_line(error)}); {again}"
+            "another process ended (killed, if it said nothing); run this again to resume"
         )
     called = f"{called}: {whose(error)}"
     if isinstance(error, InputError | RunError):

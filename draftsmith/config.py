@@ -29,7 +29,7 @@ from draftsmith.core.options import (
     options,
 )
 from draftsmith.core.settings import Quantize
-from draftsmith.decode import VERIFIERS
+from draftsmith.decode import PROPOSERS, VERIFIERS
 
 # Identified by content (`Decoding.identity`), not by name.
 Named = NotIdentity[str | None]
@@ -60,7 +60,7 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft
     from.
     """
-    prompt: str | None = None
+    prompt: Text | None = None
     """A text to continue; to a target with a chat template it is what the user says."""
     raw: Rare[Annotated[bool, Of("prompt")]] = False
     """Continue --prompt as it is, without the chat template."""
@@ -104,9 +104,10 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.prompts is None):
             raise InputError("prompt: give either --prompt TEXT or --prompts FILE")
-        name = self.verifier
-        if name is not None and name not in VERIFIERS:
-            raise InputError(f"verifier: {name!r} is unknown; {nearest(name, VERIFIERS)}")
+        for key, known in (("verifier", VERIFIERS), ("proposer", [*PROPOSERS, "none"])):
+            name = getattr(self, key)
+            if name is not None and name not in known:
+                raise InputError(f"{key}: {name!r} is unknown; {nearest(name, known)}")
         if self.proposer == "none" or not (self.draft or self.proposer):
             for key in ("draft", "tree"):
                 if getattr(self, key):

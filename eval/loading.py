@@ -43,9 +43,7 @@ def load(
 ) -> tuple[list[Suite], LoadedModels]:
     """Read the prompts, ID sets first, then load the models."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
-    date = fix_date(tokenizer, config.date, _kept_date(config.out, drafts))
-    if date is not None:
-        say(f"the chat template prints the date; in these prompts it is {date}")
+    fix_date(tokenizer, config.date, _kept_date(config.out, drafts))
     reads: list[PromptSet] = []
     suites: list[Suite] = []
     for name, source in (id_sets | ood_sets).items():

@@ -201,9 +201,12 @@ def test_an_adapter_is_told_apart_from_what_was_merged(copy, golden):
     assert load_on_cpu(str(copy)).num_parameters()
     (copy / "model.safetensors").rename(copy / "adapter_model.safetensors")
     for load in (load_on_cpu, load_tokenizer):
-        line = refusal(load, str(copy))
-        golden(line)
-        assert f"from_pretrained('{copy}').merge_and_unload()" in line
+        golden(refusal(load, str(copy)))
+
+
+def test_a_path_that_does_not_exist_is_compared_with_its_neighbours(copy):
+    for load in (load_on_cpu, load_tokenizer):
+        assert f"did you mean {copy}?" in refusal(load, f"{copy}2")
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     ]
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
     door.refused("decode", *words, "--tree", "auto")
-    out, err = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
-    assert "takes" in err
+    out, _ = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
     assert summary["plan"] == str(plan) and summary["tree"] == found["tree"]

@@ -351,9 +351,7 @@ def chats_read_once(examples: Examples) -> Examples:
     last = [row for row in range(len(examples.rows)) if row not in earlier]
     sequences = [merged.get(row, [row]) for row in last]
     valid_tokens = [examples.valid_tokens[turns].sum() for turns in sequences]
-    before = int(examples.lengths.sum())
     lengths = examples.lengths[last]
-    say(f"train: {before:,} tokens of chats are read as {int(lengths.sum()):,}: turns once")
     return replace(
         examples,
         sequences=sequences,

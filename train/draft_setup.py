@@ -3,7 +3,6 @@ kind.
 """
 
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,6 @@ from transformers import (
 )
 
 from draftsmith.core.errors import InputError, first_line
-from draftsmith.core.hidden_states import layout_of
 from draftsmith.core.io import kept_json, make_dir, read_json
 from draftsmith.core.large_target import is_divided
 from draftsmith.core.models import (
@@ -306,7 +304,6 @@ def state_files(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> Stat
         limit_gib = config.states_gib or _CACHE_GIB
         assert config.states is not None
         make_dir(Path(config.states), "states")
-        _say_size(job, layers, target, config.states, f"{limit_gib:g} may be used (states_gib)")
         return StatesAhead(job, layers, int(limit_gib * 2**30))
     if config.states is not None:
         states = StoredStates(config.states, target, job.identity["states"])
@@ -317,8 +314,6 @@ def state_files(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> Stat
         return None
     make_dir(Path(options.features), "head.features")
     limit_gib = options.features_gib or _CACHE_GIB
-    used = f"{limit_gib:g} may be used (head.features_gib)"
-    _say_size(job, layers, target, options.features, used)
     assert config.target is not None
     digest = checkpoint_digest(config.target, config.revision)
     if is_divided(target):
@@ -326,18 +321,6 @@ def state_files(job: TrainingJob, draft: Draft, target: PreTrainedModel) -> Stat
         digest = f"{digest}/{config.target_parallel}"
     limit = int(limit_gib * 2**30)
     return StateFiles(options.features, digest, target.dtype, max_bytes=limit, processes=groups())
-
-
-def _say_size(
-    job: TrainingJob, layers: Sequence[int], target: PreTrainedModel, directory: str, used: str
-) -> None:
-    token_bytes = len(layers) * layout_of(target).width * target.dtype.itemsize
-    whole = int(job.training.lengths.sum() + job.heldout.lengths.sum()) * token_bytes
-    free = shutil.disk_usage(directory).free
-    say(
-        f"train: the target's states of all rows take {whole / 2**30:.2f} GiB in {directory}, of "
-        f"which {used} and {free / 2**30:.1f} are free"
-    )
 
 
 def write(draft: Draft, directory: Path) -> None:

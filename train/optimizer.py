@@ -5,8 +5,6 @@ for matrices between hidden states; rows of a vocabulary, norms and biases stay 
 """
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -119,17 +117,6 @@ def hidden_matrices(draft: Draft) -> list[nn.Parameter]:
     if not matrices:
         raise InputError("optim.name: muon is for matrices of layers, and this draft has none")
     return matrices
-
-
-def by_module(draft: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
-    """In words: how many of these parameters each module of the draft has, layers together."""
-    chosen = set(map(id, parameters))
-    counts: Counter[str] = Counter()
-    for name, parameter in draft.named_parameters():
-        if id(parameter) in chosen:
-            words = [word for word in name.split(".") if word != "weight" and not word.isdigit()]
-            counts[words[-1] if words else "output projection"] += parameter.numel()
-    return ", ".join(f"{module} {count:,}" for module, count in counts.items())
 
 
 @dataclass(frozen=True)

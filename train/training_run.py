@@ -70,7 +70,7 @@ from draftsmith.train.job import Position, TrainingJob
 from draftsmith.train.loop import Progress, fit
 from draftsmith.train.losses import LossFn
 from draftsmith.train.objective import custom_objective, loss_digest, parse_objective
-from draftsmith.train.optimizer import by_module, hidden_matrices, usual_rate
+from draftsmith.train.optimizer import usual_rate
 from draftsmith.train.parallel import load_weights
 from draftsmith.train.states_ahead import StatesAhead
 from draftsmith.train.trainee import Trainee
@@ -203,10 +203,7 @@ def _date(config: TrainConfig, tokenizer: Tokenizer | None) -> str | None:
     if tokenizer is None or all(Path(source).is_dir() for source in sources):
         return kept
     begun = read_run(Path(config.out)).get("identity", {}).get("date")
-    date = fix_date(tokenizer, config.date, begun or kept)
-    if date is not None:
-        say(f"train: the chat template prints the date; in chats from text it is {date}")
-    return date
+    return fix_date(tokenizer, config.date, begun or kept)
 
 
 def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
@@ -258,17 +255,10 @@ def _with_name(config: TrainConfig, *, zero: bool) -> Optim:
 
 
 def _with_rate(job: TrainingJob, draft: Draft) -> TrainingJob:
-    """Choose the rate where the options leave it open; say it, and what Muon takes."""
+    """Choose the rate where the options leave it open."""
     optim = job.config.optim
     trained = sum(each.numel() for each in draft.parameters() if each.requires_grad)
     lr = optim.lr or usual_rate(trained, taught=job.objective.needs_target)
-    if optim.lr is None:
-        say(f"train: optim.lr {lr:g}, as usual for {trained:,} trained parameters")
-    if optim.name == "muon":
-        taken = set(hidden_matrices(draft))
-        rest = [each for each in draft.parameters() if each.requires_grad and each not in taken]
-        say(f"train: Muon trains at {optim.muon_lr:g}: {by_module(draft, taken)}")
-        say(f"train: AdamW trains at {lr:g}: {by_module(draft, rest)}")
     chosen = replace(optim, lr=lr)
     return replace(job, config=replace(job.config, optim=chosen))
 

@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
-from draftsmith.core.errors import at
-from draftsmith.core.io import read_words
-from draftsmith.core.prompt_rows import check_rows
+from draftsmith.core.errors import InputError, at
+from draftsmith.core.io import read_tree_file, read_words
+from draftsmith.core.prompt_rows import check_prompts, check_rows
 from draftsmith.core.sources import check_source
+from draftsmith.decode import parse_tree, tree_spec
 from draftsmith.drafts.draft_sources import JOINED, near_weightless
 
 
@@ -17,11 +18,22 @@ def check_named(config: object) -> None:
             name, equals, named = value.partition("=")
             is_named = equals and "/" not in name and not Path(value).exists()
             source = named if is_named else value
-            if kind == "rows" and not Path(source).exists():
+            if kind == "prompts" and Path(source).is_file():
+                check_prompts(source)
+            elif kind in ("prompts", "rows") and not Path(source).exists():
                 with at(key):
                     check_rows(source)
+            elif kind == "tree" and value not in ("auto", "none"):
+                _check_tree(value)
             elif kind == "model" and (not near_weightless(source) or source.startswith(JOINED)):
                 _check_model(source.removeprefix(JOINED))
+
+
+def _check_tree(spec: str) -> None:
+    try:
+        parse_tree(tree_spec(spec), read_tree_file)
+    except ValueError as error:
+        raise InputError(str(error)) from None
 
 
 def _check_model(source: str) -> None:

@@ -144,10 +144,6 @@ def _read_file(name: str, table: dict[str, Option], values: JsonObject) -> dict[
         raise InputError(f"--config {name}: cannot be read ({error.strerror})") from None
     except (ValueError, yaml.YAMLError) as error:
         mark = getattr(error, "problem_mark", None)
-        if Path(name).suffix in (".jsonl", ".parquet"):
-            raise InputError(
-                f"--config {name}: holds rows, not options; --data or --prompts takes it"
-            ) from None
         where = f"{name}:{mark.line + 1}" if mark else name
         problem = getattr(error, "problem", None) or one_line(error)
         raise InputError(f"{where}: not valid YAML ({problem})") from None

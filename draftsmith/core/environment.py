@@ -15,7 +15,6 @@ from contextlib import (
     _GeneratorContextManager,
     contextmanager,
 )
-from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import ParamSpec, TypeVar
@@ -89,20 +88,6 @@ def brief_waiting() -> dict[str, str]:
     """
     chosen = "torch" in sys.modules or any(name in os.environ for name in _WAITING)
     return {} if chosen else {"GOMP_SPINCOUNT": "2000"}
-
-
-@cache
-def remark_spinning() -> None:
-    """At the first use from Python, warn if torch was imported before and computes on a CPU:
-    `brief_waiting` comes too late then.
-    """
-    torch = sys.modules.get("torch")
-    chosen = any(name in os.environ for name in _WAITING)
-    if torch is not None and not chosen and not torch.cuda.is_available():
-        log.warning(
-            "torch was imported first, so its waiting threads spin and slow a busy machine; write "
-            "`from draftsmith import load_pair` above `import torch`, or set GOMP_SPINCOUNT=2000"
-        )
 
 
 def limit_threads(control_groups: Path = Path("/sys/fs/cgroup")) -> None:

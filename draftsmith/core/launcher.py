@@ -32,6 +32,7 @@ Sharing = Literal["single", "ddp", "zero", "fsdp"]
 _MEET_S = 60.0
 _FSDP = "ACCELERATE_USE_FSDP"
 _HIDDEN_FSDP = "DRAFTSMITH_USE_FSDP"
+_TWO_ON_CPU = Path(__file__).parents[1] / "configs/accelerate/cpu2.yaml"
 # Variables with which accelerate would compile twice, or fail.
 _UNSUPPORTED = {
     "ACCELERATE_DYNAMO_BACKEND": "dynamo_backend; set `torch_compile` instead",
@@ -175,8 +176,7 @@ def check_process_count(count: int) -> None:
     has_address = {"ACCELERATE_MIXED_PRECISION", "MASTER_ADDR"} <= os.environ.keys()
     only_one = has_address and "WORLD_SIZE" not in os.environ
     if only_one or count != launched():
-        instead = " in place of --cpu" if _true("ACCELERATE_USE_CPU") else ""
         raise RunError(
-            f"only {count} of the launched processes connected; give `accelerate launch` "
-            f"--multi_gpu{instead} (also on CPUs)"
+            f"only {count} of the launched processes connected; on CPUs: accelerate launch "
+            f"--config_file {_TWO_ON_CPU} --num_processes N"
         )

@@ -35,7 +35,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from itertools import chain
@@ -580,10 +580,4 @@ def reason_of(error: ValidationError) -> Reason:
     # Pydantic's "Input should be a valid number, unable to parse string as a number" says it twice.
     line = f"{key}: " + re.sub(r", (unable to|got a number with) .*", "", text)
     got = "null" if first["input"] is None else repr(first["input"])[:200]
-    line += f", got {got}"
-    if first["type"] == "list_type" and isinstance(first["input"], str):
-        line += f"; write [{got}]"
-    elif first["type"] == "list_type" and isinstance(first["input"], Mapping):
-        named = [f"{name}={source}" for name, source in first["input"].items()]
-        line = f"{key}: is a list here; write {named}"
-    return Reason(key, line)
+    return Reason(key, f"{line}, got {got}")

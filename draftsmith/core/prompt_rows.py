@@ -27,9 +27,9 @@ from draftsmith.core.errors import (
     without_secrets,
 )
 from draftsmith.core.io import JsonObject
-from draftsmith.core.row_formats import ARGUMENTS, KEYS, as_known
+from draftsmith.core.row_formats import ARGUMENTS, KEYS, as_known, required_keys
 from draftsmith.core.row_reasons import Reasons
-from draftsmith.core.sources import UNREACHABLE, hub_lacks
+from draftsmith.core.sources import UNREACHABLE, hub_lacks, similar
 from draftsmith.core.suites import expand, load_suite, suite_name
 
 if TYPE_CHECKING:
@@ -164,6 +164,19 @@ def check_rows(source: str) -> None:
         raise InputError(f"{source}: {_NOT_FOUND} ({UNREACHABLE})")
 
 
+def check_prompts(source: str) -> None:
+    """Raise InputError for a file without a row that can be a prompt."""
+    skipped = Reasons()
+    for record in iterate_records(source):
+        try:
+            required_keys(parse_record(record))
+            return
+        except InputError as error:
+            skipped.add(record.number, str(error))
+    reasons = "; ".join(skipped.lines("rows skipped"))
+    raise InputError(f"{source}: no row can be used; {reasons or 'it is empty'}")
+
+
 def iterate_records(source: str) -> Iterator[Record]:
     """The rows of a source as they are stored; InputError for a source that cannot be read."""
     free = free_rows(source)
@@ -198,7 +211,7 @@ def _is_file(source: str) -> bool:
     elif is_there and not readable:
         reason = "is not a .jsonl or .parquet file"
     elif not is_there and (readable or source.startswith((".", "/", "~", "-"))):
-        reason = "no such file"
+        reason = f"no such file{similar(path)}"
     if reason or not source.strip():
         raise InputError(f"{source}: {reason or 'no such file'}")
     return is_there

@@ -33,7 +33,7 @@ from draftsmith.core.prompt_rows import (
     text_of,
 )
 from draftsmith.core.ranks import say
-from draftsmith.core.row_formats import KEYS, given_keys
+from draftsmith.core.row_formats import required_keys
 from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.token_rows import ID_KEYS, answers_in_ids, prompt_in_ids
 from draftsmith.core.tokenization import Tokenizer, decode_text, encode_text
@@ -146,10 +146,7 @@ class PromptReader:
         if free_rows(self.source) is not None:
             start = self._start_ids(record.number)
             return Prompt(f"free-{record.number}", "general", start, record.number, own_id=True)
-        given = given_keys(row)
-        if not given:
-            keys = ", ".join(map(repr, row)) or "none"
-            raise InputError(f"needs one of the keys {', '.join(KEYS)}; has {keys}")
+        given = required_keys(row)
         self._warn_of_ignored(row, given)
         key = given[0]
         chat = Chat.of(row) if key == "messages" else None
@@ -281,11 +278,8 @@ def read_prompts(
         else:
             prompts.append(replace(prompt, id=unique_id(prompt.id, repeats)))
     if not prompts:
-        reason = f"holds no rows; a row needs one of the keys {', '.join(KEYS)}"
-        if skipped:
-            first_skip = f"row {skipped[0].row}: {skipped[0].reason}"
-            reason = f"none of its {rows} rows can be used ({first_skip})"
-        raise InputError(f"{source}: {reason}")
+        why = f" (row {skipped[0].row}: {skipped[0].reason})" if skipped else ""
+        raise InputError(f"{source}: none of its {rows} rows can be used{why}")
     more = limit is not None and next(records, None) is not None
     return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
 

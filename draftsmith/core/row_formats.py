@@ -75,6 +75,14 @@ def given_keys(row: JsonObject) -> list[str]:
     return [key for key in KEYS if row.get(key) is not None]
 
 
+def required_keys(row: JsonObject) -> list[str]:
+    """Return `given_keys`. Raise InputError if there is none."""
+    if given := given_keys(row):
+        return given
+    has = ", ".join(map(repr, row)) or "none"
+    raise InputError(f"needs one of the keys {', '.join(KEYS)}; has {has}")
+
+
 def _arguments(request: JsonObject) -> JsonObject:
     """Return what a row, or a request in it, asks of the chat template."""
     arguments: JsonObject = {}

@@ -5,6 +5,7 @@ asked.
 import contextlib
 import re
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
@@ -31,11 +32,6 @@ UNREACHABLE = "the hub cannot be reached"
 # One of these is in every model's directory, and one of those in every tokenizer's.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
-# What directories without a model are, by a file in them.
-_OTHERS = {
-    "distill.yaml": "align has made no draft here yet; run its command again to go on",
-    "manifest.json": "is a set of answers, which `train --data` reads, and no model",
-}
 
 
 def check_source(name: str) -> None:
@@ -52,14 +48,15 @@ def check_source(name: str) -> None:
     elif path.is_file():
         reason = "is a file; name the directory that it lies in"
     elif not path.is_dir() and not on_hub:
-        reason = "no such directory (a hub name is written owner/name)"
+        reason = f"no such directory{similar(path)} (a hub name is written owner/name)"
     elif not path.is_dir() and hub_lacks(name, "model"):
-        reason = f"no such directory here, none in the hub's cache, and {UNREACHABLE}"
+        reason = (
+            f"no such directory here{similar(path)}, none in the hub's cache, and {UNREACHABLE}"
+        )
     elif (path / "adapter_config.json").exists():
         reason = _about_adapter(path)
     elif path.is_dir() and not is_model:
-        reason = _what_it_holds(path)
-        if not reason and not _has(path, _WEIGHTS) and not has_tokenizer(path):
+        if not _has(path, _WEIGHTS) and not has_tokenizer(path):
             reason = no_model(path)
     if reason:
         raise InputError(f"{name}: {reason}")
@@ -68,6 +65,13 @@ def check_source(name: str) -> None:
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
             read_json(path / file, "a model's config")
+
+
+def similar(path: Path) -> str:
+    """Suggest the neighbour of a path that does not exist; empty if none has a name like it."""
+    beside = [entry.name for entry in path.parent.glob("*")]
+    near = get_close_matches(path.name, beside, 1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _about_adapter(directory: Path) -> str:
@@ -80,26 +84,7 @@ def _about_adapter(directory: Path) -> str:
         if not is_adapter and not is_installed("peft"):
             return ""
         return "holds a model and a LoRA adapter, which peft would add to it; move adapter_* away"
-    merge = (
-        "from peft import AutoPeftModelForCausalLM as M; "
-        f"M.from_pretrained('{directory}').merge_and_unload().save_pretrained('{directory}-merged')"
-    )
-    return (
-        f'holds a LoRA adapter; merge it into its base model: python -c "{merge}", and copy its '
-        "tokenizer there"
-    )
-
-
-def _what_it_holds(directory: Path) -> str:
-    """Return what a directory that is no model holds instead; empty if nothing is known."""
-    if (directory / "run" / "run.json").exists():
-        return "holds an unfinished training run; run its train command again to resume it"
-    if inside := sorted(directory.glob("*/config.json")):
-        models = ", ".join(str(config.parent) for config in inside)
-        return f"is no model itself; it holds {models}: name one"
-    if _has(directory, ("*.gguf",)) and not has_tokenizer(directory):
-        return _GGUF
-    return next((what for file, what in _OTHERS.items() if (directory / file).exists()), "")
+    return "holds a LoRA adapter; merge it into its base model (peft's merge_and_unload)"
 
 
 def has_tokenizer(directory: Path) -> bool:
@@ -121,7 +106,9 @@ def no_model(directory: Path) -> str:
         return ""
     holds = ", ".join([*names[:_NAMED], *["..."] * (len(names) > _NAMED)])
     what = f"{' and '.join(lacks)}, only {holds}" if names else "it is empty"
-    return f"holds no model ({what}); a model has config.json, *.safetensors and tokenizer.json"
+    if _has(directory, ("*.gguf",)):
+        return _GGUF
+    return f"holds no model ({what}); `draftsmith status` says what a directory of ours holds"
 
 
 def hub_lacks(name: str, repo_type: str) -> bool:

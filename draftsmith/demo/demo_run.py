@@ -14,7 +14,7 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.io import JsonObject, atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import load_model
-from draftsmith.core.ranks import on_main, say
+from draftsmith.core.ranks import on_main
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.demo import corpus
 from draftsmith.demo.widen import widen
@@ -130,16 +130,13 @@ def write_page(small: Results, large: Results) -> list[str]:
         small=f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay.",
     )
     write_text_atomic(page, html)
-    measured = lead(small)
     return [
-        *table(small, measured),
-        "",
         padded,
         *verdict(head),
         *table(large, head),
         "",
         "With the shipped target:",
-        *measured.changes,
+        *lead(small).changes,
         f"report: {page.resolve()}",
     ]
 
@@ -155,7 +152,6 @@ def _write(out: Path) -> None:
         with atomic_dir(out / "pair") as directory:
             shutil.copytree(PAIR, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     if not (out / "prompts").is_dir():
-        say("reading text from this Python's standard library")
         with atomic_dir(out / "prompts") as directory:
             train = corpus.split(ID_DOMAIN).train
             write_rows(

@@ -32,7 +32,6 @@ from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
 from draftsmith.eval.planning.tree_trials import (
-    LIMIT_S,
     Candidate,
     Confirmed,
     Expected,
@@ -151,7 +150,6 @@ def plan(config: PlanConfig | None = None, **options: Any) -> JsonObject:
     check_backend(config.compile, resolve_device(config.device))
     (suite,), pair = load(config, models_of(sources), {"prompts": config.prompts}, {})
     drafts = loaded_drafts(sources, pair)
-    say(f"plan: takes up to about {LIMIT_S / 60:.0f} minutes; {config.file} will hold the plan")
     remarks.announce(remarks.of_target(config.target, pair.target), strict=False)
     resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
     if resolved.note:
