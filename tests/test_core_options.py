@@ -233,9 +233,8 @@ def test_python_callers_get_the_same_checks(golden):
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
     for values, told in (
         ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),
-        ({"words": "b"}, "words: must be a valid list, got 'b'; write ['b']"),
+        ({"words": "b"}, "words: must be a valid list, got 'b'"),
         ({"words": "b", "name": ...}, "words: must be a valid list"),
-        ({"words": {"a": "x"}}, "words: is a list here; write ['a=x']"),
         ({"name": ...}, "name: is missing"),
         ({"colour": "blue"}, "colour: must be 'red' or 'green', got 'blue'"),
         ({"count": float("nan")}, "count: "),

@@ -108,7 +108,7 @@ def no_model(directory: Path) -> str:
     what = f"{' and '.join(lacks)}, only {holds}" if names else "it is empty"
     if _has(directory, ("*.gguf",)):
         return _GGUF
-    return f"holds no model ({what}); `draftsmith status` says what a directory of ours holds"
+    return f"holds no model ({what}); a model has config.json, *.safetensors and tokenizer.json"
 
 
 def hub_lacks(name: str, repo_type: str) -> bool:
