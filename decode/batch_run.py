@@ -280,7 +280,7 @@ class BatchRun:
         """
         draft_u_BN = verify_u_BU = None
         if self.noise is not None:
-            seeds = [row.generator.initial_seed() for row in self.batch]
+            seeds = [row.generator.initial_seed() % 2**63 for row in self.batch]
             self.noise.move(seeds, [len(row.ids) for row in self.batch])
         if not self.sampling.greedy:
             # One transfer for all uniforms of a step, so that no rule waits for the host.

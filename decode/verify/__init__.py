@@ -103,6 +103,13 @@ def _in(module: str, function: str) -> Rule:
     return run
 
 
+# Of rules that do not ask how siblings were chosen.
+_ANY: tuple[Drawing, ...] = (
+    "deterministic",
+    "without_replacement",
+    "top_and_one",
+    "with_replacement",
+)
 _RULES = (
     Verifier(
         name="exact",
@@ -123,7 +130,7 @@ _RULES = (
         title="EAGLE-2's rule: exact, on the most probable children",
         paper="Li et al. 2024, arXiv 2406.16858",
         several_drafts=True,
-        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        drawings=_ANY,
         predicted="by token",
         run=_in("exact", "exact"),
     ),
@@ -194,7 +201,7 @@ _RULES = (
         title="one text per seed, with any draft or none: shared noise",
         paper="Daliri et al. 2024, arXiv 2408.07978",
         several_drafts=True,
-        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        drawings=_ANY,
         predicted="by rank",
         shared_noise=True,
         run=_in("exact", "exact"),
@@ -205,7 +212,7 @@ _RULES = (
         paper="Cai et al. 2024, arXiv 2401.10774",
         lossless=False,
         several_drafts=True,
-        drawings=("deterministic", "without_replacement", "top_and_one", "with_replacement"),
+        drawings=_ANY,
         uniforms=lambda tree: 1,
         run=_in("exact", "typical"),
     ),
