@@ -19,7 +19,6 @@ from draftsmith.core.models import (
     parameter_count,
     read_per_token,
 )
-from draftsmith.core.progress import Tick
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.settings import Sampling, loading, tokenizing
 from draftsmith.core.state_store import StoredStates, cached_layers, checkpoint_digest
@@ -36,20 +35,13 @@ from draftsmith.eval.timing import BaselineMeasurement
 
 @dataclass(frozen=True)
 class Answers:
-    """baselines, digests: the answers of each suite, and of their set. pair: with a target that was
-    loaded without its layers.
-    """
+    """baselines: the answers of each suite. pair: its target was loaded without its layers."""
 
     suites: list[Suite]
     baselines: dict[str, BaselineMeasurement]
-    digests: dict[str, str]
     pair: LoadedModels
     states: StoredStates
     fingerprint: str
-
-    def baseline(self, suite: str, _: Tick) -> BaselineMeasurement:
-        """The target's own continuations of a suite."""
-        return self.baselines[suite]
 
     def whole(self, part: ModelRow) -> ModelRow:
         """The facts of the whole target, from those of the part that is here."""
@@ -104,7 +96,6 @@ def read_answers(request: EvalRequest, directory: str) -> Answers:
     states = StoredStates(directory, target, digest)
     suites = []
     baselines = {}
-    digests = {}
     for name, source in (request.id_sets | request.ood_sets).items():
         rows = [row for row in set_rows(source) if row["prompt_ids"]]
         whole = [[*row["prompt_ids"], *row["response_ids"]] for row in rows]
@@ -113,7 +104,6 @@ def read_answers(request: EvalRequest, directory: str) -> Answers:
             output_ids=[row["response_ids"] for row in rows],
             finish_reason=[row["finish_reason"] for row in rows],
         )
-        digests[name] = read_manifest(Path(source))["digest"]
         prompts = []
         for row in rows:
             ids = tuple(row["prompt_ids"])
@@ -123,7 +113,7 @@ def read_answers(request: EvalRequest, directory: str) -> Answers:
         suites.append(Suite(name, kind, source, tuple(prompts), (), len(prompts)))
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     pair = LoadedModels(config.target, target, tokenizer, drafts)
-    return Answers(suites, baselines, digests, pair, states, digest)
+    return Answers(suites, baselines, pair, states, digest)
 
 
 def _sampling(sets: Sequence[str]) -> Sampling:

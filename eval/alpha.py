@@ -8,9 +8,8 @@ Legend: B rows, T columns (tokens), C columns with logits, V vocabulary of the t
 D depths, L tokens of the longest continuation, K ranks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -34,7 +33,6 @@ from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.load import Draft
-from draftsmith.eval.bootstrap import joined
 from draftsmith.eval.copying import (
     AnyDraft,
     CopyingDraft,
@@ -46,7 +44,6 @@ from draftsmith.eval.copying import (
 from draftsmith.eval.counts import Count, at_depths, decoded
 from draftsmith.eval.formulas import (
     Continuation,
-    Positions,
     Unrolled,
     draft_logits,
     model_logits,
@@ -60,21 +57,9 @@ from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ra
 MAX_LOGITS = 2**26
 
 
-# Traces whose sums are counts.
-SUMS = (
-    "alpha",
-    "greedy",
-    "match",
-    "missing",
-    "copied",
-    "copied_alpha",
-    "drafted",
-    "drafted_alpha",
-)
-Measurements = dict[str, Any]
-"""Lists with an entry per text, by name."""
-Observer = Callable[[Positions], Measurements]
-"""Called once for every draft and group of texts."""
+# Traces of the next token, and all whose sums are counts.
+OF_NEXT = ("alpha", "greedy", "match", "missing", "own", "own_expected")
+SUMS = (*OF_NEXT[:4], "copied", "copied_alpha", "drafted", "drafted_alpha")
 
 
 def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Continuation]]:
@@ -167,16 +152,9 @@ class _Drafted:
 
     name: str
     depth: int
+    depths: int
     logits_NV: Tensor
     sure_N: Tensor | None
-
-
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """Traces and observations of some rows, by draft."""
-
-    traces: dict[str, Traces]
-    observed: dict[str, Measurements]
 
 
 @dataclass(eq=False)
@@ -184,8 +162,8 @@ class Reader:
     """Reads continuations with the target and every draft, as far as `methods` need them.
 
     All drafts share one forward of the target. max_logits: the most logits held at once per model,
-    except for a single row. states: in place of the target's forward. drafts_see_penalties: as in
-    `decode`; in engines they do not.
+    except for a single row. confidence: also trace it. states: in place of the target's forward.
+    drafts_see_penalties: as in `decode`; in engines they do not.
     """
 
     target: PreTrainedModel
@@ -195,7 +173,7 @@ class Reader:
     batch_size: int
     max_logits: int = MAX_LOGITS
     seed: int = 0
-    observer: Observer | None = None
+    confidence: bool = False
     states: StoredStates | None = None
     drafts_see_penalties: bool = True
 
@@ -208,20 +186,17 @@ class Reader:
         self.reads_order = self.sampling.greedy or "naive" in rules
         # Each model once, under the name of the draft that it is, if there is one.
         self.models: dict[str, Draft] = {}
-        for name in sorted(self.drafts, key=self._joins):
-            model = model_of(self.drafts[name])
+        for name, draft in self.drafts.items():
+            model = model_of(draft)
             if model is not None and all(model is not other for other in self.models.values()):
                 self.models[name] = model
 
-    def _joins(self, name: str) -> bool:
-        return isinstance(self.drafts[name], JoinedDraft)
-
-    def read(self, rows: Sequence[Continuation]) -> Reading:
-        """Launched processes divide the batches. Raise RunError with model and prompt if logits are
-        not finite.
+    def read(self, rows: Sequence[Continuation]) -> dict[str, Traces]:
+        """Return the traces of every draft. Launched processes divide the batches. Raise RunError
+        with model and prompt if logits are not finite.
         """
 
-        def read_batch(index: int) -> list[Reading]:
+        def read_batch(index: int) -> list[dict[str, Traces]]:
             start = index * self.batch_size
             batch = rows[start : start + self.batch_size]
             results = []
@@ -232,16 +207,10 @@ class Reader:
 
         batches = -(-len(rows) // self.batch_size)
         parts = list(chain.from_iterable(divided(batches, read_batch)))
-        whole = Reading({}, {})
-        for name in self.drafts:
-            whole.traces[name] = Traces.joined([part.traces[name] for part in parts])
-            groups = [part.observed[name] for part in parts if name in part.observed]
-            for key in groups[0] if groups else ():
-                whole.observed.setdefault(name, {})[key] = joined(groups, key)
-        return whole
+        return {name: Traces.joined([part[name] for part in parts]) for name in self.drafts}
 
     @torch.inference_mode()
-    def _read(self, start: int, rows: Sequence[Continuation]) -> Reading:
+    def _read(self, start: int, rows: Sequence[Continuation]) -> dict[str, Traces]:
         """Read some rows with one forward of each model. start: number of the first row."""
         batch = _Batch.of(start, rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
@@ -253,9 +222,9 @@ class Reader:
         logits_NV = self._finite("", logits_BCV[at], batch, batch.row_N)
         p_NV = probs(batch.penalised(logits_NV, self.sampling), self.sampling)
         u_BLK = batch.candidates(self.seed, max(self.ranks.values(), default=1))
-        part = Reading({}, {})
         traces_of: dict[int, Traces] = {}
         for name, draft in self.models.items():
+            alone = isinstance(draft, PreTrainedModel)
             if isinstance(draft, PreTrainedModel):
                 logits_BCV = model_logits(draft, batch.ids_BT, columns - first)
                 logits_NV = logits_BCV.to(self.target.device)[at]
@@ -269,15 +238,16 @@ class Reader:
                     self.depths,
                     (batch.row_N, batch.column_N),
                 )
-            alone = isinstance(draft, PreTrainedModel)
-            arrays = self._arrays(1 if alone else self.depths, batch)
+            arrays: dict[str, Floats] = {}
             for depth, (logits_NV, sure_N) in enumerate(unrolled):
-                drafted = _Drafted(name, depth, logits_NV, sure_N)
-                self._record(batch, p_NV, u_BLK, drafted, arrays, part)
-            traces_of[id(draft)] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays)
-        for name, each in self.drafts.items():
-            part.traces[name] = self._traces(each, batch, p_NV, traces_of)
-        return part
+                depths = 1 if alone else self.depths
+                drafted = _Drafted(name, depth, depths, logits_NV, sure_N)
+                self._record(batch, p_NV, u_BLK, drafted, arrays)
+            sure_PB3 = arrays.pop("confidence", None)
+            traces_of[id(draft)] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays, sure_PB3)
+        return {
+            name: self._traces(draft, batch, p_NV, traces_of) for name, draft in self.drafts.items()
+        }
 
     def _target(
         self, batch: _Batch, layers: Sequence[int], first: int
@@ -316,15 +286,6 @@ class Reader:
         copied = copied_traces(batch.rows, p_NV, self.depths, self.ranks, draft, beside=beside)
         return copied if own is None else joined_traces(copied, own)
 
-    def _arrays(self, depths: int, batch: _Batch) -> dict[str, Floats]:
-        shape = (len(batch.rows), int(batch.lengths_B.max()))
-        arrays = {key: np.zeros((1, *shape)) for key in ("alpha", "greedy", "match", "missing")}
-        for key in ("ratio", "belief", "order"):
-            arrays[key] = np.zeros((depths, *shape))
-        for rule, count in self.ranks.items():
-            arrays[rule] = np.zeros((depths, *shape, count))
-        return arrays
-
     def _record(
         self,
         batch: _Batch,
@@ -332,7 +293,6 @@ class Reader:
         u_BLK: Tensor,
         drafted: _Drafted,
         arrays: dict[str, Floats],
-        part: Reading,
     ) -> None:
         """Record the draft's figures at `depth` (0: the next token)."""
         depth = drafted.depth
@@ -351,28 +311,34 @@ class Reader:
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         tiny = torch.finfo(p_NV.dtype).tiny
-        values = {"ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=tiny)}
-        if drafted.sure_N is None:
-            belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
-            values["belief"] = belief_NV.gather(1, x_N1)
-        else:
+        belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
+        values = {
+            "ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=tiny),
+            "belief": belief_NV.gather(1, x_N1),
+        }
+        if drafted.sure_N is not None:
             values["belief"] = drafted.sure_N[n_N - depth].unsqueeze(1)
         if self.reads_order:
             values["order"] = _order_of(logits_NV, x_N1)
         rows = batch.row_N[n_N].tolist()
         indices = batch.index_N[n_N].tolist()
-        if not depth:
-            values |= _next_token(p_NV, q_NV, logits_NV)
-            # A model that drafts only beside lookup is not observed.
-            if self.observer is not None and not self._joins(drafted.name):
-                at = Positions(batch.rows, p_NV, q_NV, logits_NV)
-                part.observed[drafted.name] = self.observer(at)
-        for key, value in values.items():
-            arrays[key][depth, rows, indices] = _numpy(value[:, 0])
         u_NK = u_BLK[rows, indices].to(q_NV.device)
         for rule, count in self.ranks.items():
-            chances_NK = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
-            arrays[rule][depth, rows, indices] = _numpy(chances_NK)
+            values[rule] = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
+        if not depth:
+            values |= _next_token(p_NV, q_NV, logits_NV) | {"own": p_x_N1}
+            if self.confidence:
+                sums_NB3 = by_confidence(self.sampling, p_NV, q_NV, logits_NV).cpu()
+                sums_PB3 = sums_NB3.new_zeros(len(batch.rows), *sums_NB3.shape[1:])
+                arrays["confidence"] = sums_PB3.index_add_(0, batch.row_N.cpu(), sums_NB3).numpy()
+        for key, values_NK in values.items():
+            by_rank = key in self.ranks
+            if key not in arrays:
+                depths = 1 if key in OF_NEXT else drafted.depths
+                shape = (depths, *u_BLK.shape[:2], values_NK.shape[1])
+                arrays[key] = np.zeros(shape if by_rank else shape[:3])
+            found_NK = values_NK.double().cpu().numpy()
+            arrays[key][depth, rows, indices] = found_NK if by_rank else found_NK[:, 0]
 
     def _finite(self, name: str, logits_NV: Tensor, batch: _Batch, row_N: Tensor) -> Tensor:
         """Return the logits; raise RunError if a row has a NaN or +inf, or only -inf (tokens that
@@ -404,12 +370,8 @@ def _next_token(p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> dict[str, Tens
         "greedy": p_NV.gather(1, q_NV.argmax(1, keepdim=True)),
         "match": (p_NV * q_NV).sum(1, keepdim=True),
         "missing": lacking_NV.sum(1, keepdim=True),
+        "own_expected": p_NV.square().sum(1, keepdim=True),
     }
-
-
-def _numpy(values: Tensor) -> Floats:
-    array: Floats = values.double().cpu().numpy()
-    return array
 
 
 def _order_of(logits_NV: Tensor, x_N1: Tensor) -> Tensor:
@@ -447,16 +409,15 @@ def measure_alphas(
             counts[name] = [Count("alpha", nothing), Count("positions", nothing)]
         else:
             readable[name] = draft
-    if marks is not None:
-        options["observer"] = partial(by_confidence, sampling)
     every = list(dict.fromkeys([*methods, *brief]))
-    whole = Reader(target, readable, sampling, every, **options).read(rows)
+    confidence = marks is not None
+    whole = Reader(target, readable, sampling, every, confidence=confidence, **options).read(rows)
     parts = {} if marks is None else parts_of(rows, marks)
     for name, draft in readable.items():
-        read = whole.traces[name]
+        read = whole[name]
         counts[name] = _accepted(read, parts)
-        if seen := whole.observed.get(name):
-            counts[name] += _by_confidence(seen["sums"])
+        if read.confidence_PB3 is not None:
+            counts[name] += _by_confidence(read.confidence_PB3)
         for method in every:
             if not _is_read(draft, method):
                 continue
@@ -477,10 +438,9 @@ def _accepted(read: Traces, parts: Mapping[str, Inside]) -> list[Count]:
     return counts
 
 
-def _by_confidence(sums: Sequence[Any]) -> list[Count]:
-    sums_B3P = np.asarray(sums).transpose(1, 2, 0)
+def _by_confidence(sums_PB3: Floats) -> list[Count]:
     counts = []
-    for part, sums_3P in zip(confidence_names(), sums_B3P, strict=True):
+    for part, sums_3P in zip(confidence_names(), sums_PB3.transpose(1, 2, 0), strict=True):
         for key, sums_P in zip(("drafted_mass", "sure", "taken"), sums_3P, strict=True):
             counts.append(Count(key, sums_P.tolist(), part=part))
     return counts

@@ -66,11 +66,6 @@ class PromptSums:
         return float(ratio_P.mean()) if has.any() else None
 
 
-def joined(parts: Sequence[Any], key: str) -> list[Any]:
-    """The per-prompt lists of several measurements, one after another."""
-    return list(chain.from_iterable(part[key] for part in parts))
-
-
 @dataclass(frozen=True)
 class Resamples:
     """How often each prompt occurs in each resample, `[R, P]`.

@@ -149,11 +149,11 @@ class Evaluation:
         where = f"{suite.name}, T={sampling.temperature:g}"
         count = len(suite.prompts)
         task, decides = self._decoding(suite, sampling)
-        make = task.baseline
-        if self.answers is not None:
-            decides["answers"] = self.answers.digests[suite.name]
-            make = partial(self.answers.baseline, suite.name)
-        baseline = self.cell(decides, make, f"target alone: {where}", count)
+        if self.answers is None:
+            baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+        else:
+            baseline = self.answers.baselines[suite.name]
+            decides["answers"] = hash_json(baseline)
         written = [
             Count("tokens", [len(ids) for ids in baseline["output_ids"]]),
             Count("stopped", [int(reason == "stop") for reason in baseline["finish_reason"]]),

@@ -108,20 +108,13 @@ def _copying_row(source: str, draft: CopyingDraft, target: ModelRow) -> ModelRow
 def _training(checkpoint: Path) -> Training | None:
     """Read the record of a checkpoint's alignment; None if `train` did not align it."""
     record = read_record(checkpoint)
-    try:
-        config = record["config"]
-        data = record["data"]
-        steps = record["steps"]
-        batch = config["batch_size"] * config["accumulation"] * record["processes"]
-        return Training(
-            objective=record["objective"],
-            response_tokens=data["response_tokens"],
-            epochs=steps * batch / data["training"]["rows"],
-            steps=steps,
-            best_step=record["best_step"],
-        )
-    except KeyError:
+    if "objective" not in record:
         return None
+    return Training(
+        objective=record["objective"],
+        response_tokens=record["data"]["response_tokens"],
+        steps=record["steps"],
+    )
 
 
 def identity(model: ModelRow) -> list[str]:

@@ -27,19 +27,6 @@ def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", MINUS)
 
 
-def percent(value: float | None) -> str:
-    """A share of 1 in whole per cent."""
-    return NONE if value is None else f"{number(value * 100, 0)} %"
-
-
-def points(gain: Figure | None) -> str:
-    """The size of a difference of shares in percentage points."""
-    if gain is None or gain["value"] is None:
-        return NONE
-    size = abs(gain["value"])
-    return f"{number(size * 100, 1)} points"
-
-
 def with_interval(
     figure: Figure | None, digits: int = 3, *, sign: bool = False, scale: float = 1.0
 ) -> str:
@@ -65,13 +52,15 @@ def with_seeds(figure: Figure | None, digits: int = 3, *, sign: bool = False) ->
     return f"{text}, {seeds} {low} to {high}"
 
 
-def kept(transfer: Figure | None, gain: Figure | None) -> str:
+def kept(transfer: Figure | None, gain: Figure) -> str:
     """The share of the gain in distribution that a set kept, or the points that the draft lost
     there.
     """
     if transfer is None or transfer["value"] is None:
         return NONE
-    return percent(transfer["value"]) if transfer["value"] >= 0 else f"{points(gain)} lost"
+    if transfer["value"] >= 0:
+        return f"{number(transfer['value'] * 100, 0)} %"
+    return f"{number(abs(gain['value']) * 100, 1)} points lost"
 
 
 def sign(figure: Figure | None, null: float = 0.0) -> int | None:

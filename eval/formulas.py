@@ -25,9 +25,8 @@ Legend: B rows, T columns (tokens), V vocabulary, H hidden size, K ranks, D dept
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -64,30 +63,6 @@ class Continuation:
     def ids(self) -> list[int]:
         """The whole text."""
         return [*self.prompt_ids, *self.output_ids]
-
-
-@dataclass(frozen=True, eq=False)
-class Positions:
-    """Every position of some texts, one after another, with one draft: what target and draft sample
-    from there, and the draft's logits.
-    """
-
-    texts: Sequence[Continuation]
-    p_NV: Tensor
-    q_NV: Tensor
-    logits_NV: Tensor
-
-    @property
-    def lengths(self) -> list[int]:
-        """Positions of each text."""
-        return [len(text.output_ids) for text in self.texts]
-
-    def sums(self, values: Tensor) -> list[Any]:
-        """Sum values over each text."""
-        rows = np.repeat(np.arange(len(self.texts)), self.lengths)
-        sums = np.zeros((len(self.texts), *values.shape[1:]))
-        np.add.at(sums, rows, values.cpu().numpy())
-        return list(sums.tolist())
 
 
 @torch.inference_mode()

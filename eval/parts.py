@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import Tokenizer
-from draftsmith.eval.formulas import Continuation, Positions
+from draftsmith.eval.formulas import Continuation
 
 PLACE = "place in the answer"
 CONTEXT = "tokens before"
@@ -93,20 +93,17 @@ def _spans(text: Continuation, marks: Mapping[int, str]) -> list[str]:
     return spans[len(text.prompt_ids) :]
 
 
-@torch.inference_mode()
-def by_confidence(sampling: Sampling, at: Positions) -> dict[str, list[list[list[float]]]]:
-    """By text and tenth of the draft's confidence: the mass that it drafted, that mass times its
-    confidence, and times p.
+def by_confidence(sampling: Sampling, p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """By position and tenth of the draft's confidence, `[N, B, 3]`: the mass that it drafted, that
+    mass times its confidence, and times p.
     """
     # At temperature 0 q is one token, so take the draft's confidence from its logits.
-    belief_NV = at.logits_NV.float().softmax(-1) if sampling.greedy else at.q_NV
-    count = min(_LIKELIEST, at.p_NV.shape[1])
+    belief_NV = logits_NV.float().softmax(-1) if sampling.greedy else q_NV
+    count = min(_LIKELIEST, p_NV.shape[1])
     belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
-    q_NK = at.q_NV.gather(1, ids_NK)
-    p_NK = at.p_NV.gather(1, ids_NK)
-    values = [q_NK, q_NK * belief_NK, q_NK * p_NK]
-    values_NK3: Tensor = torch.stack(values, dim=-1).double()
+    q_NK = q_NV.gather(1, ids_NK)
+    p_NK = p_NV.gather(1, ids_NK)
+    values_NK3 = torch.stack([q_NK, q_NK * belief_NK, q_NK * p_NK], dim=-1).double()
     bin_NK = (belief_NK * BINS).long().clamp(max=BINS - 1)
     sums_NB3 = values_NK3.new_zeros(len(belief_NK), BINS, 3)
-    sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)
-    return {"sums": at.sums(sums_NB3)}
+    return sums_NB3.scatter_add_(1, bin_NK.unsqueeze(-1).expand(-1, -1, 3), values_NK3)

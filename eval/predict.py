@@ -61,6 +61,7 @@ class Traces:
     * greedy: p(argmax q)
     * match: sum_x p q
     * missing: p of the tokens that the draft cannot draft
+    * own, own_expected: p of the text's token, and what the target's own have of it, sum_x p(x)^2
 
     Of the text's token x drafted at depth d. A language model drafts it alike at any depth, so
     there D = 1:
@@ -71,11 +72,14 @@ class Traces:
     * offers, of a draft that may propose nothing: 1 if it proposed a token there
     * copied and copied_alpha, of a draft that copies: 1 if it copied there; alpha if so, else 0
     * those of `copying.joined_traces`, of a model with lookup beside it
+
+    confidence_PB3: sums of `parts.by_confidence` of each continuation.
     """
 
     lengths_P: NDArray[np.int64]
     any_depth: bool
     values: dict[str, Floats]
+    confidence_PB3: Floats | None = None
 
     @classmethod
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
@@ -91,7 +95,8 @@ class Traces:
                 padded.append(np.pad(array, widths))
             values[key] = np.concatenate(padded, axis=1)
         lengths_P = np.concatenate([part.lengths_P for part in parts])
-        return cls(lengths_P, parts[0].any_depth, values)
+        sure = [part.confidence_PB3 for part in parts if part.confidence_PB3 is not None]
+        return cls(lengths_P, parts[0].any_depth, values, np.concatenate(sure) if sure else None)
 
     def sums(self, key: str) -> list[float]:
         """By continuation, the sum of a value of the first drafted token."""

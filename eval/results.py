@@ -18,29 +18,12 @@ from draftsmith.core.io import read_json_value, write_text_atomic
 from draftsmith.core.records import RESULTS_SCHEMA
 from draftsmith.eval.requirement import Judged, Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from pandas import DataFrame
 
 SCHEMA_VERSION = RESULTS_SCHEMA
-PARTS = (
-    "definitions",
-    "remarks",
-    "config",
-    "base",
-    "drafts",
-    "temperatures",
-    "methods",
-    "models",
-    "suites",
-    "rows",
-    "counts",
-    "conditions",
-    "provenance",
-    "clock",
-)
 
 
 class Results(ResultsTable):
@@ -59,8 +42,8 @@ class Results(ResultsTable):
 
     @classmethod
     def load(cls, path: str | Path) -> "Results":
-        """Read results.json (or DIR/results.json). Raise InputError if it is missing, lacks a part
-        or is of another schema version.
+        """Read results.json (or DIR/results.json). Raise InputError if it is missing or of another
+        schema version.
         """
         file = Path(path)
         file = file / "results.json" if file.suffix != ".json" else file
@@ -68,11 +51,6 @@ class Results(ResultsTable):
         version = document.get("schema_version") if isinstance(document, dict) else None
         if version != SCHEMA_VERSION:
             raise InputError(f"{file}: made by another version (schema {version}); evaluate again")
-        for part in PARTS:
-            if part not in document:
-                raise InputError(f"{file}: lacks {part!r}; evaluate again")
-        if any(Row.__annotations__.keys() - row for row in document["rows"]):
-            raise InputError(f"{file}: has rows that lack a part; evaluate again")
         return cls(document, file.parent)
 
     def write(self) -> None:

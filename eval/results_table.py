@@ -159,29 +159,21 @@ class ResultsTable:
         _check_measured("draft", draft, [*self.drafts, TARGET])
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
-        how: tuple[str | None, str | None] = (None, None)
+        how: How | tuple[None, None] = (None, None)
         if known := self._methods(figure, draft):
             how = self._method(draft, known, tree, verifier)
-        rows = self._index.get((figure, draft, temperature), [])
-        rows = [row for row in rows if (row["tree"], row["rule"]) == how]
-        if domain in KINDS:
-            return [row for row in rows if row["set"] is None and row["kind"] == domain]
-        return [row for row in rows if row["set"] == domain]
-
-    @cached_property
-    def _index(self) -> dict[tuple[str, str, float], list[Row]]:
-        index: dict[tuple[str, str, float], list[Row]] = {}
-        for row in self.document["rows"]:
-            key = (row["figure"], row["draft"], row["temperature"])
-            index.setdefault(key, []).append(row)
-        return index
+        pool = None if domain in KINDS else domain
+        kind = domain if domain in KINDS else self.kind(domain)
+        wanted = (draft, temperature, pool, kind, *how)
+        names = ("draft", "temperature", "set", "kind", "tree", "rule")
+        rows = [row for row in self.document["rows"] if row["figure"] == figure]
+        return [row for row in rows if tuple(row[name] for name in names) == wanted]
 
     def _methods(self, figure: str, draft: str) -> list[How]:
         found: dict[How, None] = {}
-        for temperature in self.temperatures:
-            for row in self._index.get((figure, draft, temperature), []):
-                if row["tree"] is not None and row["rule"] is not None:
-                    found[row["tree"], row["rule"]] = None
+        for row in self.document["rows"]:
+            if (row["figure"], row["draft"]) == (figure, draft) and row["tree"] is not None:
+                found[row["tree"], row["rule"]] = None
         return list(found)
 
     def _method(self, draft: str, known: list[How], tree: str | None, verifier: str | None) -> How:

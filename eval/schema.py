@@ -63,9 +63,7 @@ class Training(TypedDict):
 
     objective: str
     response_tokens: int
-    epochs: float
     steps: int
-    best_step: int
 
 
 class ModelRow(TypedDict):

@@ -31,7 +31,7 @@ def model_row(name: str) -> ModelRow:
         dtype="float32",
         quantize="none",
         device="cpu",
-        training=Training(objective="ce", response_tokens=9000, epochs=2.0, steps=40, best_step=30)
+        training=Training(objective="ce", response_tokens=9000, steps=40)
         if name != "target"
         else None,
     )

@@ -188,7 +188,7 @@ def test_acceptance_is_read_with_drafts_as_they_are_decoded(seen):
         batch_size=3,
         drafts_see_penalties=seen,
     )
-    traces = reader.read(rows).traces
+    traces = reader.read(rows)
     for row, accepted in zip(rows, traces["itself"].values["alpha"][0], strict=True):
         with torch.no_grad():
             ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])

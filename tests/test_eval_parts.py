@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from draftsmith.core.sampling import Sampling, probs
-from draftsmith.eval.formulas import Continuation, Positions
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.parts import (
     BINS,
     CONTEXT,
@@ -64,10 +64,9 @@ def test_confidence_adds_up_to_what_is_drafted_and_taken(temperature):
     random = torch.Generator().manual_seed(0)
     p_NV, logits_NV = (2 * torch.randn(6, 9, generator=random) for _ in range(2))
     p_NV, q_NV = probs(p_NV, sampling), probs(logits_NV, sampling)
-    texts = [Continuation("a", [1], [0, 1, 2, 3]), Continuation("b", [1], [4, 5])]
-    (first, _) = by_confidence(sampling, Positions(texts, p_NV, q_NV, logits_NV))["sums"]
-    drafted, sure, taken = torch.tensor(first).sum(0).tolist()
-    assert len(first) == BINS == len(confidence_names())
+    first_B3 = by_confidence(sampling, p_NV, q_NV, logits_NV)[:4].sum(0)
+    drafted, sure, taken = first_B3.sum(0).tolist()
+    assert len(first_B3) == BINS == len(confidence_names())
     # All of q is drafted, and the target takes a token of it with the chance sum_x p q.
     assert drafted == pytest.approx(4.0, abs=1e-5)
     assert taken == pytest.approx(float((p_NV * q_NV)[:4].sum()), abs=1e-5)

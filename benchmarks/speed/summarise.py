@@ -22,7 +22,7 @@ from draftsmith.eval.counts import TARGET, Count, Tally, Where, at_depths, decod
 from draftsmith.eval.figures import estimate, rows_as_json
 from draftsmith.eval.parts import CONTEXT, PLACE, confidence_names, part_names
 from draftsmith.eval.predict import chains
-from draftsmith.eval.results import PARTS, Results
+from draftsmith.eval.results import Results
 
 SETS = {"prose": "id", "maths": "ood", "code": "ood", "chat": "ood"}
 CHAIN = Method.of("chain:4", "speculative")
@@ -97,7 +97,7 @@ def main() -> None:
     worked = time.process_time()
     table = tally.table()
     rows = estimate(table, base="base", most_tokens={CHAIN.tree: CHAIN.most_tokens})
-    document = dict.fromkeys(PARTS) | {"rows": rows_as_json(rows), "counts": packed(table)}
+    document = {"rows": rows_as_json(rows), "counts": packed(table)}
     with TemporaryDirectory() as directory:
         Results(document, Path(directory)).write()
         size = Path(directory, "results.json").stat().st_size

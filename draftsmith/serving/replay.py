@@ -5,7 +5,6 @@ Legend: P prompts, D depths, N positions, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from draftsmith.core.sampling import Sampling, probs
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.alpha import Reader
 from draftsmith.eval.bootstrap import Floats, PromptSums
-from draftsmith.eval.formulas import Continuation, Positions
+from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predict
 
@@ -66,20 +65,18 @@ def replay(case: Case, tokens: int) -> Replay:
         case.sampling,
         [method],
         batch_size=_BATCH,
-        observer=_texts,
         drafts_see_penalties=False,
     )
-    read = reader.read(case.rows)
-    texts = read.observed["draft"]
-    counts = predict(method.shape, method.verifier, case.sampling, read.traces["draft"])
+    traces = reader.read(case.rows)["draft"]
+    counts = predict(method.shape, method.verifier, case.sampling, traces)
     assert counts is not None
     emitted = [len(row.output_ids) for row in case.rows]
     return Replay(
         tokens=PromptSums.of(emitted, counts["target_calls"]),
         accepted_PD=np.array(counts["accepted_by_depth"]),
         reached_PD=np.array(counts["reached_by_depth"]),
-        likelihood=PromptSums.of(texts["own"], texts["expected"]),
-        own_tokens=texts["own_tokens"],
+        likelihood=PromptSums.of(traces.sums("own"), traces.sums("own_expected")),
+        own_tokens=(traces.values["own"][0] > 0).cumprod(1).sum(1).tolist(),
     )
 
 
@@ -101,15 +98,3 @@ def log_likelihoods(case: Case, samplings: Sequence[Sampling]) -> list[float]:
             p_NV = probs(penalised(logits_NV, sampling, seen), sampling)
             sums[number] += float(p_NV.gather(1, x_N1).clamp(min=_NONE).log().sum())
     return sums
-
-
-def _texts(at: Positions) -> dict[str, list[float]]:
-    """Sum over each text p(x), and its expectation under p, sum_x p(x)^2; count the tokens before
-    the first x without probability.
-    """
-    tokens = list(chain.from_iterable(text.output_ids for text in at.texts))
-    x_N = torch.tensor(tokens, device=at.p_NV.device)
-    own_N = at.p_NV.gather(1, x_N[:, None])[:, 0]
-    own_tokens = [float((own > 0).cumprod(0).sum()) for own in own_N.split(at.lengths)]
-    expected = at.sums(at.p_NV.square().sum(1))
-    return {"own": at.sums(own_N), "expected": expected, "own_tokens": own_tokens}

@@ -246,7 +246,7 @@ class Planner:
             Method.of(f"kary:{self.ranks(texts)}", "mcsd"),
         ]
         reader = Reader(self.target, {"d": self.draft}, self.sampling, methods, TEXT_BATCH)
-        return reader.read(texts).traces["d"]
+        return reader.read(texts)["d"]
 
     def time_steps(self, texts: Sequence[Continuation]) -> Rounds:
         """Time steps on trees of several shapes, or on whole chains, round by round. Contexts are

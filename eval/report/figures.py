@@ -5,7 +5,7 @@ Each figure is a function of the results and a look; None if there is nothing to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 from matplotlib.artist import Artist
@@ -45,15 +45,14 @@ class Drawn(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One line of a dot plot: dots (hollow: out of distribution), a dashed mark, and a number. A
     line without a draft is a heading.
     """
 
     text: str
     draft: str | None = None
-    dots: Sequence[FigureRow | None] = ()
+    dots: Sequence[FigureRow] = ()
     note: str = ""
     dashed: float | None = None
 
@@ -63,14 +62,6 @@ class Panel(NamedTuple):
 
     label: str
     lines: Sequence[Line]
-
-    @property
-    def points(self) -> int:
-        """The number of dots."""
-        found = 0
-        for line in self.lines:
-            found += sum(row is not None and row["value"] is not None for row in line.dots)
-        return found
 
 
 def alpha_figure(results: ResultsTable, look: Look) -> Drawn | None:
@@ -104,9 +95,9 @@ def gain_figure(results: ResultsTable, look: Look) -> Drawn | None:
             for domain in results.domains():
                 gain = results.gain(draft, domain, temperature)
                 note = "ID"
-                if results.kind(domain) == "ood":
+                if gain and gain["kind"] == "ood":
                     note = kept(results.transfer(draft, domain, temperature), gain)
-                lines.append(Line(domain, draft, [gain], note))
+                lines.append(Line(domain, draft, [gain] if gain else [], note))
         label = f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}"
         panels.append(Panel(label, lines))
     notes = "transfer" if results.domains("ood") else ""
@@ -152,7 +143,7 @@ def _dot_plots(
     bounds: of the x axis, which holds every interval. reference: x of a vertical line. notes:
     stand above the numbers on the right.
     """
-    panels = [panel for panel in panels if panel.points >= LEAST_POINTS]
+    panels = [panel for panel in panels if len(_dots_of(panel)) >= LEAST_POINTS]
     if not panels:
         return None
     height = FRAME * len(panels) + LINE * sum(len(panel.lines) for panel in panels)
@@ -168,15 +159,10 @@ def _dot_plots(
                     names[y] = shortened(line.text, NAME)
                     _dots(ax, look, y, line, line.draft)
             ax.set_yticks(list(names), list(names.values()))
-            for text, y in zip(ax.get_yticklabels(), names, strict=True):
-                draft = panel.lines[y].draft or ""
-                text.set_color(look.colour(draft))
-            values = _values(panel.lines)
             if reference is not None:
-                values.append(reference)
                 ax.axvline(reference, color=look.colours["soft"], lw=1)
-            air = max(0.05 * (max(values) - min(values)), 0.02)
-            ax.set_xlim(max(bounds[0], min(values) - air), min(bounds[1], max(values) + air))
+            left, right = ax.get_xlim()
+            ax.set_xlim(max(bounds[0], left), min(bounds[1], right))
             ax.set_ylim(len(panel.lines) - 0.4, -0.6)
             ax.grid(visible=False, axis="y")
             ax.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
@@ -185,14 +171,9 @@ def _dot_plots(
     return Drawn(figure, " ".join(map(_in_text, panels)))
 
 
-def _values(lines: Sequence[Line]) -> list[float]:
-    """All that the axis must hold."""
-    values = []
-    for line in lines:
-        for row in filter(None, line.dots):
-            ends = ("value", "low", "high", "seed_low", "seed_high")
-            values += [row[end] for end in ends if row[end] is not None]
-    return values
+def _dots_of(panel: Panel) -> list[FigureRow]:
+    rows = chain.from_iterable(line.dots for line in panel.lines)
+    return [row for row in rows if row["value"] is not None]
 
 
 def _in_text(panel: Panel) -> str:
@@ -223,7 +204,7 @@ def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> None:
         ends = [y - 0.5, y + 0.5]
         ax.plot([line.dashed] * 2, ends, color=look.colours["base"], lw=1, ls=(0, (2, 2)))
     for row in line.dots:
-        if row is None or row["value"] is None:
+        if row["value"] is None:
             continue
         hollow = row["kind"] == "ood"
         side = 0.16 if hollow else -0.16
@@ -302,14 +283,10 @@ def _panels(look: Look, curves: Curves, label: str) -> Drawn | None:
             named |= set(by_draft)
         legend = LEGEND_LINE * (2 + len(named) // 2)
         figure = Figure(figsize=(WIDTH, PANEL * rows + legend))
-        axes = figure.subplots(rows, columns, squeeze=False, sharey=True).flat
-        for ax in axes:
-            ax.set_visible(False)
-        for ax, (title, by_draft) in zip(figure.axes, shown.items(), strict=False):
-            ax.set_visible(True)
+        for index, (title, by_draft) in enumerate(shown.items(), start=1):
+            ax = figure.add_subplot(rows, columns, index, ylim=SHARES)
             ax.set_title(shortened(title, 26))
-            ax.set_ylim(SHARES)
-            ax.tick_params(labelleft=True, axis="both", labelsize="small")
+            ax.tick_params(labelsize="small")
             for draft, points in by_draft.items():
                 entries[shortened(draft, NAME)] = _curve(ax, look, draft, points)
         figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
