@@ -346,12 +346,10 @@ def estimate(
     draw = Draw(base, resamples, seed, most_tokens)
     table = NumberedCounts.of(counts)
     kinds = counts[["set", "kind"]].drop_duplicates()
-    kind_of: dict[str, str] = dict(zip(kinds["set"], kinds["kind"], strict=True))
+    kind_of = dict(zip(kinds["set"], kinds["kind"], strict=True))
     # Pools come first: transfers need that of the sets in distribution.
-    domains: list[tuple[str | None, str]] = []
-    for kind in sorted(set(kinds["kind"])):
-        domains.append((None, kind))
-    domains += kind_of.items()
+    pools = [(None, kind) for kind in sorted(set(kind_of.values()))]
+    domains: list[tuple[str | None, str]] = [*pools, *kind_of.items()]
     rows: list[dict[str, Any]] = []
     at_home: Sums | None = None
     for set_name, kind in domains:
@@ -375,15 +373,8 @@ def estimate(
 
 def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:
     """Return the rows of `estimate` as JSON: whole numbers as such, None for what is missing."""
-    whole = ("depth", "n", "seeds")
-    records = []
-    for record in rows.to_dict("records"):
-        for name, value in record.items():
-            if value is None or value != value:
-                record[name] = None
-            elif name in whole:
-                record[name] = int(value)
-        records.append(record)
+    whole = rows.astype(dict.fromkeys(("depth", "n", "seeds"), "Int64")).astype(object)
+    records: list[dict[str, Any]] = whole.where(whole.notna(), None).to_dict("records")
     return records
 
 

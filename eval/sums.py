@@ -7,7 +7,7 @@ Legend: P prompts, K counts, R resamples, S seeds, N names of counts.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,15 +132,12 @@ class NumberedCounts:
 
     @classmethod
     def of(cls, table: "DataFrame") -> "NumberedCounts":
-        import pandas
-
-        code = np.zeros(len(table), np.int64)
-        for name in (*Key._fields, "key"):
-            column = table[name].cat
-            code *= 1 + len(column.categories)
-            code += column.codes.to_numpy() + 1
-        number, codes = pandas.factorize(code)
-        return cls(table, number, [_key_of(table, int(each)) for each in codes])
+        columns = [*Key._fields, "key"]
+        number = table.groupby(columns, observed=True, dropna=False, sort=False).ngroup()
+        named = table[columns][~number.duplicated()].astype(object)
+        named = named.where(named.notna(), None)
+        keys = [(Key(*row[:-1]), row[-1]) for row in named.itertuples(index=False)]
+        return cls(table, number.to_numpy(), keys)
 
     def sums(self, sets: Sequence[str], name: str | None, kind: str, draw: "Draw") -> Sums:
         """The sums of some sets."""
@@ -149,15 +146,12 @@ class NumberedCounts:
         here_K, local = np.unique(self.number[inside], return_inverse=True)
         keys = [self.keys[number] for number in here_K]
         # Prompts are numbered through the sets, in the order of these.
-        prompts = part["prompt"].to_numpy().astype(np.int64)
-        set_P: list[str] = []
-        for each in sets:
-            of_set = (part["set"] == each).to_numpy()
-            last = int(prompts[of_set].max())
-            prompts[of_set] += len(set_P)
-            set_P += [each] * (last + 1)
-        groups_P = np.zeros(len(set_P), np.int64)
-        groups_P[prompts] = part["group"]
+        longest = int(part["prompt"].max()) + 1
+        set_code = part["set"].cat.set_categories(sets).cat.codes.to_numpy(np.int64)
+        code = set_code * longest + part["prompt"].to_numpy()
+        code_P, first_P, prompts = np.unique(code, return_index=True, return_inverse=True)
+        set_P = np.array(sets)[code_P // longest]
+        groups_P = part["group"].to_numpy()[first_P]
         names = part["key"].cat
         has_NP = np.zeros((len(names.categories), len(set_P)), bool)
         has_NP[names.codes, prompts] = True
@@ -172,10 +166,9 @@ class NumberedCounts:
         for has_P in np.unique(has_NP[has_NP.any(1)], axis=0):
             # Counts of the same prompts, such as those that were timed, are resampled together.
             same_N = (has_NP == has_P).all(1)
-            groups: dict[str, list[int]] = {}
-            for prompt in np.flatnonzero(has_P):
-                of_set_P = groups.setdefault(set_P[prompt], [])
-                of_set_P.append(int(groups_P[prompt]))
+            groups = {}
+            for each in dict.fromkeys(set_P[has_P].tolist()):
+                groups[each] = groups_P[has_P & (set_P == each)].tolist()
             drawn = resamples_of_sets(groups, draw.resamples, draw.seed)
             picks |= dict.fromkeys(names.categories[same_N], drawn)
             columns = [index for index, (_, key) in enumerate(keys) if picks.get(key) is drawn]
@@ -197,13 +190,3 @@ def _summed(part: "DataFrame", cells: npt.NDArray[np.int64], shape: tuple[int, i
     """Add up the values of each cell of a matrix."""
     summed: Floats = np.bincount(cells, part["value"], math.prod(shape)).astype(np.float64)
     return summed.reshape(shape)
-
-
-def _key_of(counts: "DataFrame", code: int) -> tuple[Key, str]:
-    values: dict[str, Any] = {}
-    for name in reversed((*Key._fields, "key")):
-        categories = counts[name].cat.categories
-        code, index = divmod(code, 1 + len(categories))
-        values[name] = categories[index - 1] if index else None
-    key = values.pop("key")
-    return Key(**values), key
