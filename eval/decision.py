@@ -201,21 +201,18 @@ def decide(results: ResultsTable) -> Decision:
 def _judged(results: ResultsTable) -> list[Judged]:
     """Every lossless setting that was decoded, and what is predicted of drafts that were not."""
     found: dict[tuple[Setting, str, float], dict[str, FigureRow]] = {}
-    decoded = set()
     for row in results.select("tau", "tau_predicted", "tau_needed", "speedup"):
         if row["set"] is not None:
             setting = Setting(row["draft"], row["tree"], row["rule"])
             figures = found.setdefault((setting, row["set"], row["temperature"]), {})
             figures[row["figure"]] = row
-            if row["figure"] == "tau":
-                decoded.add(setting.draft)
+    decoded = {row["draft"] for row in results.select("tau")}
     kept = {}
-    busy = False
     for (setting, domain, temperature), figures in found.items():
         lossless = "tau" in figures and results.lossless(setting.rule)
         if lossless or setting.draft not in decoded:
             kept[setting, domain, temperature] = figures
-            busy = busy or results.busy(domain, temperature)
+    busy = any(results.busy(domain, temperature) for _, domain, temperature in kept)
     speedups = [figures.get("speedup") for figures in kept.values()]
     found_signs = signs(speedups, level=BUSY_LEVEL if busy else LEVEL)
     settings: dict[Setting, list[Cell]] = {}
@@ -255,12 +252,9 @@ def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -
     own = results.figure("alpha", best.setting.draft, "ood")
     if own is None or own["high"] is None:
         return ""
-    first = ""
-    highest = 0.0
+    better = {"": 0.0}
     for one in timed:
         row = results.figure("alpha", one.setting.draft, "ood")
-        surely = row is not None and (row["low"] or 0.0) > own["high"]
-        alpha = (row["value"] if row and surely else None) or 0.0
-        if one.reaches(best) and alpha > highest:
-            first, highest = one.setting.draft, alpha
-    return first
+        if row and one.reaches(best) and (row["low"] or 0.0) > own["high"]:
+            better[one.setting.draft] = row["value"] or 0.0
+    return max(better, key=better.__getitem__)

@@ -47,6 +47,10 @@ class Judged(NamedTuple):
     tree: str | None = None
     verifier: str | None = None
 
+    @property
+    def T(self) -> str:  # noqa: N802 (as in the brackets)
+        return f"{self.temperature:g}"
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -89,6 +93,8 @@ class Requirement:
             if key not in ("domain", *keys) or not value or key in wanted:
                 fix = f"{figure} takes one prompt set and {'=, '.join(keys)}="
                 raise InputError(f"{where}: {word!r} selects nothing; {fix}")
+            if key == "T" and re.fullmatch(r"[0-9]*\.?[0-9]+", value):
+                value = f"{float(value):g}"
             wanted[key] = value
         return Requirement(text, figure, wanted, sign, float(number))
 
@@ -106,46 +112,32 @@ class Requirement:
             raise InputError(
                 f"--require {self.text!r}: {self.figure} needs a draft beside the base"
             )
-        drafts = self._pick("draft", drafts)
         id_sets = () if self.figure == "transfer" else scope.id_sets
         domains = [*id_sets, *scope.ood_sets]
         if "domain" in self.wanted:
-            kinds = ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
-            domains = self._pick("domain", domains + kinds)
-        named = {f"{temperature:g}": temperature for temperature in scope.temperatures}
-        temperatures = [named[text] for text in self._pick("T", list(named))]
+            domains += ["id"] * bool(id_sets) + ["ood"] * bool(scope.ood_sets)
         judged = []
         for draft in drafts:
-            methods: list[tuple[str | None, str | None]] = [(None, None)]
-            if self.figure in _PER_METHOD:
-                trees = self._pick("tree", [tree for tree, _ in scope.methods[draft]])
-                rules = self._pick("verifier", [rule for _, rule in scope.methods[draft]])
-                methods = [
-                    how for how in scope.methods[draft] if how[0] in trees and how[1] in rules
-                ]
-            for domain, temperature, (tree, rule) in product(domains, temperatures, methods):
-                judged.append(Judged(draft, domain, temperature, tree, rule))
+            decoded = self.figure in _PER_METHOD
+            methods = scope.methods[draft] if decoded else [(None, None)]
+            for domain, temperature, how in product(domains, scope.temperatures, methods):
+                judged.append(Judged(draft, domain, temperature, *how))
         if not judged:
             raise InputError(f"--require {self.text!r}: nothing is decoded so")
+        for key, value in self.wanted.items():
+            names = [getattr(each, key) for each in judged]
+            judged = [each for each in judged if getattr(each, key) == value]
+            if not judged:
+                fix = nearest(value, list(dict.fromkeys(names)), "there are")
+                raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return judged
-
-    def _pick(self, key: str, known: list[str]) -> list[str]:
-        value = self.wanted.get(key)
-        if value is None:
-            return known
-        if key == "T" and re.fullmatch(r"[0-9]*\.?[0-9]+", value):
-            value = f"{float(value):g}"
-        if value not in known:
-            fix = nearest(value, list(dict.fromkeys(known)), "there are")
-            raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
-        return [value]
 
     def unmet(self, judged: Judged, row: Row | None, why: str, *, busy: bool) -> str | None:
         """Say why a figure misses the requirement; None if it meets it. why: it has no value. busy:
         whether the machine was, when it was timed.
         """
         method = f", {judged.tree} {judged.verifier}" if judged.tree else ""
-        where = f"{judged.draft} on {judged.domain} at T={judged.temperature:g}{method}"
+        where = f"{judged.draft} on {judged.domain} at T={judged.T}{method}"
         where = f"required {self.text}: {where}: {self.figure}"
         if row is None:
             return f"{where} is undefined (it was not measured)"

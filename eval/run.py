@@ -125,8 +125,6 @@ def _prepared(
         suites = answers.suites
         pair = answers.pair
     drafts = _drafts(request, suites, pair)
-    seen = [*remarks.of_prompts(suites), *remarks.of_training(sources, suites)]
-    notes = announce(seen, strict=given.strict)
     # Sampling options that are left out come from the target's generation_config.json.
     hottest = sampling_options(given) | {"temperature": max(given.temperature)}
     found = resolve_sampling(given.target, pair.target, hottest)
@@ -140,8 +138,13 @@ def _prepared(
     else:
         models[TARGET] = answers.whole(models[TARGET])
         other = []
-    notes += announce(remarks.of_models(models, given.quantize_draft), strict=given.strict)
-    notes += announce(other, strict=given.strict)
+    early = [
+        *remarks.of_prompts(suites),
+        *remarks.of_training(sources, suites),
+        *remarks.of_models(models, given.quantize_draft),
+        *other,
+    ]
+    notes = announce(early, strict=given.strict)
     inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
     fingerprints = {name: row["fingerprint"] for name, row in models.items()}
     agree({"models": fingerprints, "prompts": {suite.name: suite.digest for suite in suites}})
@@ -204,6 +207,8 @@ def without_timings(directory: str) -> EvalConfig:
     results = Results.load(directory)
     options = results.document["config"] | {"out": str(directory)}
     record = read_run(Path(directory))
+    if not options["speed_prompts"]:
+        raise InputError(f"{directory}: timed nothing; evaluate with --speed_prompts instead")
     for key in record.get("inputs", ()):
         given = options[key]
         named = [given] if isinstance(given, str) else given

@@ -116,7 +116,6 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     # The pool of one set says nothing more.
     several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
     pools = results.kinds if parts else several
-    single = _single_parts(results) if parts else set[str]()
     lines: dict[tuple[str, ...], Line] = {}
     headings = []
     for figure in words["figures"]:
@@ -124,7 +123,7 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
             shown = not parts if row["set"] else row["kind"] in pools
             predicted = figure == "tau_predicted" and results.methods
             how = (row["tree"], row["rule"])
-            if not shown or row["part"] in single or (predicted and how not in results.methods):
+            if not shown or (predicted and how not in results.methods):
                 continue
             heading = figure if row["depth"] is None else f"{figure}@{row['depth']}"
             headings.append(heading)
@@ -139,18 +138,6 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     if used == names_used:
         filled = []
     return Table(words["title"], words.get("note", ""), len(names_used), filled)
-
-
-def _single_parts(results: ResultsTable) -> set[str]:
-    """The parts that are the only ones of their kind, which say no more than the whole."""
-    by_kind: dict[str, set[str]] = {}
-    for row in results.select(*WORDS["tables"]["part"]["figures"], parts=True):
-        by_kind.setdefault(row["part"].partition(": ")[0], set()).add(row["part"])
-    single = set()
-    for names in by_kind.values():
-        if len(names) == 1:
-            single |= names
-    return single
 
 
 def _names(results: ResultsTable, row: FigureRow) -> Line:
