@@ -125,11 +125,14 @@ class Quotient:
         return self.minus.below
 
     def keys(self, sums: Sums) -> list[Key]:
+        if sums.home is None or sums.kind == "id":
+            return []
         keys = [key for key in self.minus.keys(sums) if key.part is None]
         return [key for key in keys if not sums.has(key, self.unless)]
 
-    def of(self, sums: Sums, key: Key, home: Sums) -> Sampled:
-        if key not in self.keys(home):
+    def of(self, sums: Sums, key: Key) -> Sampled:
+        home = sums.home
+        if home is None or key not in self.minus.keys(home) or home.has(key, self.unless):
             return Sampled(np.full(1, np.nan))
         here = self.minus.of(sums, key)
         there = self.minus.of(home, key)
@@ -351,21 +354,15 @@ def estimate(
     pools = [(None, kind) for kind in sorted(set(kind_of.values()))]
     domains: list[tuple[str | None, str]] = [*pools, *kind_of.items()]
     rows: list[dict[str, Any]] = []
-    at_home: Sums | None = None
+    home: Sums | None = None
     for set_name, kind in domains:
         pooled = [each for each, of in kind_of.items() if of == kind]
-        sums = table.sums([set_name] if set_name else pooled, set_name, kind, draw)
+        sums = table.sums([set_name] if set_name else pooled, set_name, kind, draw, home)
         if (set_name, kind) == (None, "id"):
-            at_home = sums
+            home = sums
         for name, figure in figures.items():
             for key in figure.keys(sums):
-                if not isinstance(figure, Quotient):
-                    sampled = figure.of(sums, key)
-                elif sums.kind == "ood" and at_home is not None:
-                    sampled = figure.of(sums, key, at_home)
-                else:
-                    continue
-                rows.append(_row(name, sums, key, sampled, sums.picks[figure.below]))
+                rows.append(_row(name, sums, key, figure.of(sums, key), sums.picks[figure.below]))
     frame = pandas.DataFrame(rows, columns=[*ROW, *NUMBERS])
     numbers = [name for name in ("depth", *NUMBERS) if name != "n"]
     return frame.astype(dict.fromkeys(numbers, float))

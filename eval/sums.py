@@ -65,7 +65,8 @@ class Sums:
     """The counts of a set, or of all sets of a kind (`set` None), by prompt, in all and after that
     by resample, and by seed.
 
-    columns: the number of each count. picks: the resamples, by the name of the count.
+    columns: the number of each count. picks: the resamples, by the name of the count. home: the
+    sums of all sets in distribution.
     """
 
     set: str | None
@@ -77,6 +78,7 @@ class Sums:
     sums_1RK: Floats
     of_seeds_SK: Floats
     picks: Mapping[str, Resamples]
+    home: "Sums | None"
 
     def keys(self, *names: str) -> list[Key]:
         """What has all of these counts here."""
@@ -139,7 +141,9 @@ class NumberedCounts:
         keys = [(Key(*row[:-1]), row[-1]) for row in named.itertuples(index=False)]
         return cls(table, number.to_numpy(), keys)
 
-    def sums(self, sets: Sequence[str], name: str | None, kind: str, draw: "Draw") -> Sums:
+    def sums(
+        self, sets: Sequence[str], name: str | None, kind: str, draw: "Draw", home: Sums | None
+    ) -> Sums:
         """The sums of some sets."""
         inside = self.table["set"].isin(sets).to_numpy()
         part = self.table[inside]
@@ -183,6 +187,7 @@ class NumberedCounts:
             sums_1RK=sums_1RK,
             of_seeds_SK=_summed(part, cells, (len(seeds.categories), len(keys))),
             picks=picks,
+            home=home,
         )
 
 

@@ -111,19 +111,18 @@ def tau_figure(results: ResultsTable, look: Look) -> Drawn | None:
     panels = []
     titles = {"tau": "tokens per target call, τ", "speedup": "speed, the target alone = 1"}
     for name, title in titles.items():
-        dots: dict[tuple[str, str], list[FigureRow]] = {}
+        dots: dict[str, dict[str, list[FigureRow]]] = {}
         for row in results.select(name):
             if row["set"] is None and row["temperature"] == results.top_temperature:
                 lossy = "" if results.lossless(row["rule"]) else " · lossless: false"
                 method = f"{tree_name(row['tree'])} · {row['rule']}{lossy}"
-                dots.setdefault((method, row["draft"]), []).append(row)
+                dots.setdefault(method, {}).setdefault(row["draft"], []).append(row)
         lines: list[Line] = []
-        for method, draft in sorted(dots, key=lambda key: key[0]):
-            if method not in [line.text for line in lines]:
-                lines.append(Line(method))
-            rows = sorted(dots[method, draft], key=lambda row: str(row["kind"]))
-            note = " / ".join(number(row["value"], 2) for row in rows)
-            lines.append(Line(draft, draft, rows, note))
+        for method in sorted(dots):
+            lines.append(Line(method))
+            for draft, rows in dots[method].items():
+                note = " / ".join(number(row["value"], 2) for row in rows)
+                lines.append(Line(draft, draft, rows, note))
         label = f"{title} (T = {results.top_temperature:g})"
         panels.append(Panel(label, lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""

@@ -1,5 +1,6 @@
 """The tables of a report: a line for what was measured, a column for each figure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,9 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     # The pool of one set says nothing more.
     several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
     pools = results.kinds if parts else several
+    # Nor do parts that are the only ones of their kind.
+    named = {str(row["part"]) for row in results.document["rows"]}
+    kinds = Counter(part.partition(": ")[0] for part in named if parts)
     lines: dict[tuple[str, ...], Line] = {}
     headings = []
     for figure in words["figures"]:
@@ -123,7 +127,8 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
             shown = not parts if row["set"] else row["kind"] in pools
             predicted = figure == "tau_predicted" and results.methods
             how = (row["tree"], row["rule"])
-            if not shown or (predicted and how not in results.methods):
+            alone = kinds[str(row["part"]).partition(": ")[0]] == 1
+            if not shown or alone or (predicted and how not in results.methods):
                 continue
             heading = figure if row["depth"] is None else f"{figure}@{row['depth']}"
             headings.append(heading)
