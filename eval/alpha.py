@@ -49,7 +49,7 @@ from draftsmith.eval.formulas import (
     model_logits,
     rank_chances,
 )
-from draftsmith.eval.parts import Inside, by_confidence, confidence_names, parts_of
+from draftsmith.eval.parts import BINS, Inside, by_confidence, confidence_names, parts_of
 from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
@@ -207,7 +207,10 @@ class Reader:
 
         batches = -(-len(rows) // self.batch_size)
         parts = list(chain.from_iterable(divided(batches, read_batch)))
-        return {name: Traces.joined([part[name] for part in parts]) for name in self.drafts}
+        whole = {}
+        for name in self.drafts:
+            whole[name] = Traces.joined([part[name] for part in parts])
+        return whole
 
     @torch.inference_mode()
     def _read(self, start: int, rows: Sequence[Continuation]) -> dict[str, Traces]:
@@ -244,10 +247,12 @@ class Reader:
                 drafted = _Drafted(name, depth, depths, logits_NV, sure_N)
                 self._record(batch, p_NV, u_BLK, drafted, arrays)
             sure_PB3 = arrays.pop("confidence", None)
-            traces_of[id(draft)] = Traces(batch.lengths_B.cpu().numpy(), alone, arrays, sure_PB3)
-        return {
-            name: self._traces(draft, batch, p_NV, traces_of) for name, draft in self.drafts.items()
-        }
+            lengths_B = batch.lengths_B.cpu()
+            traces_of[id(draft)] = Traces(lengths_B.numpy(), alone, arrays, sure_PB3)
+        traces = {}
+        for name, each in self.drafts.items():
+            traces[name] = self._traces(each, batch, p_NV, traces_of)
+        return traces
 
     def _target(
         self, batch: _Batch, layers: Sequence[int], first: int
@@ -329,8 +334,9 @@ class Reader:
             values |= _next_token(p_NV, q_NV, logits_NV) | {"own": p_x_N1}
             if self.confidence:
                 sums_NB3 = by_confidence(self.sampling, p_NV, q_NV, logits_NV).cpu()
-                sums_PB3 = sums_NB3.new_zeros(len(batch.rows), *sums_NB3.shape[1:])
-                arrays["confidence"] = sums_PB3.index_add_(0, batch.row_N.cpu(), sums_NB3).numpy()
+                sums_PB3 = sums_NB3.new_zeros((len(batch.rows), BINS, 3))
+                sums_PB3.index_add_(0, batch.row_N.cpu(), sums_NB3)
+                arrays["confidence"] = sums_PB3.numpy()
         for key, values_NK in values.items():
             by_rank = key in self.ranks
             if key not in arrays:

@@ -351,7 +351,7 @@ def estimate(
     kinds = counts[["set", "kind"]].drop_duplicates()
     kind_of = dict(zip(kinds["set"], kinds["kind"], strict=True))
     # Pools come first: transfers need that of the sets in distribution.
-    pools = [(None, kind) for kind in sorted(set(kind_of.values()))]
+    pools = [(None, kind) for kind in sorted(set(kinds["kind"]))]
     domains: list[tuple[str | None, str]] = [*pools, *kind_of.items()]
     rows: list[dict[str, Any]] = []
     home: Sums | None = None
@@ -370,8 +370,9 @@ def estimate(
 
 def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:
     """Return the rows of `estimate` as JSON: whole numbers as such, None for what is missing."""
-    whole = rows.astype(dict.fromkeys(("depth", "n", "seeds"), "Int64")).astype(object)
-    records: list[dict[str, Any]] = whole.where(whole.notna(), None).to_dict("records")
+    whole = dict.fromkeys(("depth", "n", "seeds"), "Int64")
+    objects = rows.astype(whole).astype(object)
+    records: list[dict[str, Any]] = objects.where(objects.notna(), None).to_dict("records")
     return records
 
 

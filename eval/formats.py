@@ -58,9 +58,9 @@ def kept(transfer: Figure | None, gain: Figure) -> str:
     """
     if transfer is None or transfer["value"] is None:
         return NONE
-    if transfer["value"] >= 0:
-        return f"{number(transfer['value'] * 100, 0)} %"
-    return f"{number(abs(gain['value']) * 100, 1)} points lost"
+    share = 100 * transfer["value"]
+    lost = 100 * abs(gain["value"])
+    return f"{number(share, 0)} %" if share >= 0 else f"{number(lost, 1)} points lost"
 
 
 def sign(figure: Figure | None, null: float = 0.0) -> int | None:

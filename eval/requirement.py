@@ -120,8 +120,8 @@ class Requirement:
         for draft in drafts:
             decoded = self.figure in _PER_METHOD
             methods = scope.methods[draft] if decoded else [(None, None)]
-            for domain, temperature, how in product(domains, scope.temperatures, methods):
-                judged.append(Judged(draft, domain, temperature, *how))
+            for domain, temperature, (tree, rule) in product(domains, scope.temperatures, methods):
+                judged.append(Judged(draft, domain, temperature, tree, rule))
         if not judged:
             raise InputError(f"--require {self.text!r}: nothing is decoded so")
         for key, value in self.wanted.items():

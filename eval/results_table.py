@@ -164,10 +164,13 @@ class ResultsTable:
             how = self._method(draft, known, tree, verifier)
         pool = None if domain in KINDS else domain
         kind = domain if domain in KINDS else self.kind(domain)
-        wanted = (draft, temperature, pool, kind, *how)
-        names = ("draft", "temperature", "set", "kind", "tree", "rule")
-        rows = [row for row in self.document["rows"] if row["figure"] == figure]
-        return [row for row in rows if tuple(row[name] for name in names) == wanted]
+        wanted = (figure, draft, temperature, pool, kind, *how)
+        names = ("figure", "draft", "temperature", "set", "kind", "tree", "rule")
+        rows = []
+        for row in self.document["rows"]:
+            if tuple(map(row.get, names)) == wanted:
+                rows.append(row)
+        return rows
 
     def _methods(self, figure: str, draft: str) -> list[How]:
         found: dict[How, None] = {}

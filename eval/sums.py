@@ -136,9 +136,12 @@ class NumberedCounts:
     def of(cls, table: "DataFrame") -> "NumberedCounts":
         columns = [*Key._fields, "key"]
         number = table.groupby(columns, observed=True, dropna=False, sort=False).ngroup()
-        named = table[columns][~number.duplicated()].astype(object)
+        firsts = ~number.duplicated()
+        named = table.loc[firsts, columns].astype(object)
         named = named.where(named.notna(), None)
-        keys = [(Key(*row[:-1]), row[-1]) for row in named.itertuples(index=False)]
+        keys = []
+        for *row, key in named.itertuples(index=False):
+            keys.append((Key._make(row), key))
         return cls(table, number.to_numpy(), keys)
 
     def sums(
@@ -151,8 +154,8 @@ class NumberedCounts:
         keys = [self.keys[number] for number in here_K]
         # Prompts are numbered through the sets, in the order of these.
         longest = int(part["prompt"].max()) + 1
-        set_code = part["set"].cat.set_categories(sets).cat.codes.to_numpy(np.int64)
-        code = set_code * longest + part["prompt"].to_numpy()
+        in_order = part["set"].cat.set_categories(sets)
+        code = in_order.cat.codes.astype(np.int64) * longest + part["prompt"]
         code_P, first_P, prompts = np.unique(code, return_index=True, return_inverse=True)
         set_P = np.array(sets)[code_P // longest]
         groups_P = part["group"].to_numpy()[first_P]
@@ -172,7 +175,8 @@ class NumberedCounts:
             same_N = (has_NP == has_P).all(1)
             groups = {}
             for each in dict.fromkeys(set_P[has_P].tolist()):
-                groups[each] = groups_P[has_P & (set_P == each)].tolist()
+                of_set_P = has_P & (set_P == each)
+                groups[each] = groups_P[of_set_P].tolist()
             drawn = resamples_of_sets(groups, draw.resamples, draw.seed)
             picks |= dict.fromkeys(names.categories[same_N], drawn)
             columns = [index for index, (_, key) in enumerate(keys) if picks.get(key) is drawn]

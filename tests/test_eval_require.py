@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.errors import RequirementError
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results

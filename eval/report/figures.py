@@ -116,7 +116,8 @@ def tau_figure(results: ResultsTable, look: Look) -> Drawn | None:
             if row["set"] is None and row["temperature"] == results.top_temperature:
                 lossy = "" if results.lossless(row["rule"]) else " · lossless: false"
                 method = f"{tree_name(row['tree'])} · {row['rule']}{lossy}"
-                dots.setdefault(method, {}).setdefault(row["draft"], []).append(row)
+                of_method = dots.setdefault(method, {})
+                of_method.setdefault(row["draft"], []).append(row)
         lines: list[Line] = []
         for method in sorted(dots):
             lines.append(Line(method))

@@ -118,8 +118,8 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     several = [kind for kind in results.kinds if len(results.domains(kind)) > 1]
     pools = results.kinds if parts else several
     # Nor do parts that are the only ones of their kind.
-    named = {str(row["part"]) for row in results.document["rows"]}
-    kinds = Counter(part.partition(": ")[0] for part in named if parts)
+    named = {str(row["part"]) for row in results.document["rows"] if parts}
+    kinds = Counter(map(_kind, named))
     lines: dict[tuple[str, ...], Line] = {}
     headings = []
     for figure in words["figures"]:
@@ -127,7 +127,7 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
             shown = not parts if row["set"] else row["kind"] in pools
             predicted = figure == "tau_predicted" and results.methods
             how = (row["tree"], row["rule"])
-            alone = kinds[str(row["part"]).partition(": ")[0]] == 1
+            alone = kinds[_kind(str(row["part"]))] == 1
             if not shown or alone or (predicted and how not in results.methods):
                 continue
             heading = figure if row["depth"] is None else f"{figure}@{row['depth']}"
@@ -143,6 +143,10 @@ def _of_figures(results: ResultsTable, name: str) -> Table:
     if used == names_used:
         filled = []
     return Table(words["title"], words.get("note", ""), len(names_used), filled)
+
+
+def _kind(part: str) -> str:
+    return part.partition(": ")[0]
 
 
 def _names(results: ResultsTable, row: FigureRow) -> Line:
