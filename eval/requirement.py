@@ -132,9 +132,9 @@ class Requirement:
                 raise InputError(f"--require {self.text!r}: {key} {value!r} is not measured; {fix}")
         return judged
 
-    def unmet(self, judged: Judged, row: Row | None, why: str, *, busy: bool) -> str | None:
-        """Say why a figure misses the requirement; None if it meets it. why: it has no value. busy:
-        whether the machine was, when it was timed.
+    def unmet(self, judged: Judged, row: Row | None, *, busy: bool) -> str | None:
+        """Say why a figure misses the requirement; None if it meets it. busy: whether the machine
+        was, when speeds were timed.
         """
         method = f", {judged.tree} {judged.verifier}" if judged.tree else ""
         where = f"{judged.draft} on {judged.domain} at T={judged.T}{method}"
@@ -142,10 +142,12 @@ class Requirement:
         if row is None:
             return f"{where} is undefined (it was not measured)"
         if row["value"] is None:
-            return f"{where} is undefined ({why or 'nothing to divide by'})"
+            gained = self.figure == "transfer"
+            why = "the gain in distribution is not surely above zero"
+            return f"{where} is undefined ({why if gained else 'nothing to divide by'})"
         if row["low"] is None or row["high"] is None:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
-        if busy and row["low"] <= self.bound <= row["high"]:
+        if busy and self.figure == "speedup" and row["low"] <= self.bound <= row["high"]:
             return f"{where} cannot be told: the machine was busy; time again (--time_again)"
         side = "low" if self.sign.startswith(">") else "high"
         bound, seed = row["low"], row["seed_low"]

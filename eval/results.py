@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from draftsmith.core.errors import InputError, RequirementError, nearest
 from draftsmith.core.io import read_json_value, write_text_atomic
 from draftsmith.core.records import RESULTS_SCHEMA
-from draftsmith.eval.requirement import Judged, Requirement, Scope
+from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.results_table import ResultsTable
 
 if TYPE_CHECKING:
@@ -80,17 +80,12 @@ class Results(ResultsTable):
         unmet = []
         for requirement in [Requirement.parse(text) for text in requirements]:
             for judged in requirement.judged(scope):
-                if line := self._unmet(requirement, judged):
+                row = self.figure(requirement.figure, *judged)
+                busy = self.busy(judged.domain, judged.temperature)
+                if line := requirement.unmet(judged, row, busy=busy):
                     unmet.append(line)
         if unmet:
             raise RequirementError(unmet)
-
-    def _unmet(self, requirement: Requirement, judged: Judged) -> str | None:
-        row = self.figure(requirement.figure, *judged)
-        reason = self.why_undefined(row) if row and row["figure"] == "transfer" else ""
-        timed = requirement.figure == "speedup"
-        busy = timed and self.busy(judged.domain, judged.temperature)
-        return requirement.unmet(judged, row, reason, busy=busy)
 
     def to_frame(self, *figures: str, parts: bool = False) -> "DataFrame":
         """Return the figures as a pandas DataFrame, or some of them without the columns that are
@@ -115,8 +110,6 @@ class Results(ResultsTable):
         """
         import pandas
 
-        if not isinstance(runs, Mapping) or not runs:
-            raise InputError('runs: expected results by name, such as {"demo": results}')
         frames = []
         for name, source in runs.items():
             results = source if isinstance(source, Results) else cls.load(source)

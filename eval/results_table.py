@@ -207,17 +207,6 @@ class ResultsTable:
         """
         return self.figure("transfer", draft, domain, temperature) if self.domains("ood") else None
 
-    def why_undefined(self, transfer: Row) -> str:
-        """Say why a transfer has no value; "" if it has one."""
-        gain = self.gain(transfer["draft"], "id", transfer["temperature"])
-        if transfer["value"] is not None:
-            return ""
-        if gain is None or gain["low"] is None or gain["high"] is None:
-            return "the gain in distribution has no interval"
-        if gain["high"] < 0:
-            return "acceptance fell in distribution, so there is no gain to transfer"
-        return "the gain in distribution cannot be told from zero"
-
     def worst_set(self, draft: str, temperature: float) -> Row | None:
         """The gain on the OOD set where a draft gains least; None for the base."""
         gains = (self.gain(draft, domain, temperature) for domain in self.domains("ood"))

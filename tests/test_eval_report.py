@@ -296,11 +296,6 @@ def test_every_figure_is_the_one_that_was_asked_for(results):
             lambda r: Results.concat({"a": r}, "speedups"),
             "no figure 'speedups'; did you mean speedup?",
         ),
-        (
-            lambda r: Results.concat([r]),  # type: ignore[arg-type]
-            "runs: expected results by name",
-        ),
-        (lambda r: Results.concat({}), "runs: expected results by name"),
         (lambda r: Results.concat({"a": r, "b": "nosuch"}), "nosuch/results.json: no such file"),
     ],
 )
