@@ -14,7 +14,6 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.io import JsonObject
 from draftsmith.core.large_target import is_divided, is_spread
 from draftsmith.core.models import (
-    context_length,
     dtype_name,
     memory_bytes,
     parameter_count,
@@ -51,7 +50,6 @@ def _model_row(name: str, model: Draft) -> ModelRow:
         read_per_token=read_per_token(model),
         memory_bytes=memory_bytes(model),
         vocabulary=vocabulary,
-        context=context_length(model) if isinstance(model, PreTrainedModel) else None,
         dtype=dtype,
         quantize=quantization(model),
         device=str(weight.device),
@@ -97,7 +95,6 @@ def _copying_row(source: str, draft: CopyingDraft, target: ModelRow) -> ModelRow
         parameters=0,
         memory_bytes=0,
         vocabulary=target["vocabulary"],
-        context=None,
         dtype=target["dtype"],
         quantize="none",
         device=target["device"],

@@ -24,8 +24,6 @@ from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums, over
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-BASE = "base"
-"""The draft that the others are compared with."""
 RESAMPLES = 2000
 
 
@@ -36,16 +34,6 @@ class Ratio:
     above: str
     below: str
     meaning: str = ""
-
-    def over(self, draft: str, meaning: str) -> "Over":
-        """This ratio over the target's, when it decodes alone."""
-        assert draft == TARGET
-        return Over(self, meaning)
-
-    def minus(self, draft: str, meaning: str) -> "Minus":
-        """This ratio minus the base draft's."""
-        assert draft == BASE
-        return Minus(self, meaning)
 
     def keys(self, sums: Sums) -> list[Key]:
         return sums.keys(self.below, self.above)
@@ -226,16 +214,16 @@ FIGURES: dict[str, Figure] = {
     "alpha_drafted": Ratio(
         "drafted_alpha", "drafted", "Of lookup beside a draft: the draft's alpha where it is asked."
     ),
-    "gain": _ALPHA.minus(BASE, "alpha minus the base draft's on the same prompts."),
+    "gain": Minus(_ALPHA, "alpha minus the base draft's on the same prompts."),
     "transfer": Quotient(
-        _ALPHA.minus(BASE, ""),
+        Minus(_ALPHA, ""),
         unless="copied",
         meaning="Gain out of distribution over the gain in distribution, all ID sets pooled. "
         "Undefined unless the interval of the latter lies above zero.",
     ),
     "tau": _TAU,
     "tau_per_prompt": MeanOfPrompts("emitted", "calls", "Mean of the taus of the prompts."),
-    "tau_gain": _TAU.minus(BASE, "tau minus the base draft's with the same tree and verifier."),
+    "tau_gain": Minus(_TAU, "tau minus the base draft's with the same tree and verifier."),
     "accept": Ratio(
         "accepted_here",
         "reached",
@@ -277,16 +265,16 @@ FIGURES: dict[str, Figure] = {
     "accept_predicted": Ratio(
         "expected_accepted", "expected_reached", "accept as predicted with tau."
     ),
-    "speedup": _SPEED.over(
-        TARGET,
+    "speedup": Over(
+        _SPEED,
         "Tokens per second over those of the target alone: same engine and process, batch 1, the "
         "same prompts, runs interleaved after a warm-up, without the prefill.",
     ),
-    "speedup_with_prompt": Ratio("timed_tokens", "whole_s").over(
-        TARGET, "speedup with the prefill on both sides."
+    "speedup_with_prompt": Over(
+        Ratio("timed_tokens", "whole_s"), "speedup with the prefill on both sides."
     ),
-    "tau_needed": Ratio("decode_s", "timed_calls").over(
-        TARGET,
+    "tau_needed": Over(
+        Ratio("decode_s", "timed_calls"),
         "Tokens per call from which a draft with a tree pays: seconds of its step over those of "
         "the target alone.",
     ),

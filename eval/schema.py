@@ -70,9 +70,8 @@ class ModelRow(TypedDict):
     """A model. `kind` is the proposer that drafts with it; "draft" is a language model, the target
     too; with `JOINED` before it, lookup comes first.
 
-    `read_per_token`: those parameters that a token reads; older results have none. `context` is
-    None if the config does not say, and for heads. `training` is None unless
-    `draftsmith train` made it.
+    `read_per_token`: those parameters that a token reads; older results have none. `training` is
+    None unless `draftsmith train` made it.
     """
 
     name: str
@@ -83,7 +82,6 @@ class ModelRow(TypedDict):
     read_per_token: NotRequired[int]
     memory_bytes: int
     vocabulary: int
-    context: int | None
     dtype: str
     quantize: str
     device: str

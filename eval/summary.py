@@ -74,8 +74,8 @@ def table(results: ResultsTable, head: Lead) -> list[str]:
     """Return the table of figures."""
     rows = first_rows(results, head.decision, head.temperature)
     found = text_table(f"temperature {head.temperature:g}, 95 % intervals", rows[:MOST_ROWS])
-    if len(rows) > MOST_ROWS:
-        more = len(rows) - MOST_ROWS
+    more = len(rows) - MOST_ROWS
+    if more > 0:
         found.append(f" and {more} more rows in the report")
     return found
 
@@ -213,8 +213,7 @@ def _lossless(results: ResultsTable) -> str:
     parts = [said("lossy", names=", ".join(lossy))] if lossy else []
     counts = results.counts
     own = counts[counts["rule"].isin(set(rules) - set(lossy))]
-    by_key = own.groupby("key", observed=True)
-    sums = by_key["value"].sum()
+    sums = own.groupby("key", observed=True)["value"].sum()
     if "outputs" in sums:
         same, total = int(sums["identical"]), int(sums["outputs"])
         parts.append(said("identical", same=same, total=total))

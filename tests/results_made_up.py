@@ -27,7 +27,6 @@ def model_row(name: str) -> ModelRow:
         parameters=1000,
         memory_bytes=4_120_000,
         vocabulary=17,
-        context=64,
         dtype="float32",
         quantize="none",
         device="cpu",
