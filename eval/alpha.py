@@ -79,11 +79,9 @@ def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Co
 class _Batch:
     """Rows side by side, padded on the right, and the N positions that predict a response token.
 
-    start: number of the first row. row, column: where a position lies. index: of the
-    predicted token `x` in its continuation.
+    row, column: where a position lies. index: of the predicted token `x` in its continuation.
     """
 
-    start: int
     rows: Sequence[Continuation]
     ids_BT: Tensor
     prompt_B: Tensor
@@ -94,7 +92,7 @@ class _Batch:
     x_N1: Tensor
 
     @classmethod
-    def of(cls, start: int, rows: Sequence[Continuation], device: torch.device) -> "_Batch":
+    def of(cls, rows: Sequence[Continuation], device: torch.device) -> "_Batch":
         texts = [torch.tensor(row.ids) for row in rows]
         ids_BS = pad_sequence(texts, batch_first=True).to(device)
         ids_BT = ids_BS[:, :-1]  # the last token predicts nothing that is measured
@@ -106,7 +104,6 @@ class _Batch:
         predicts_BT = mask_BT & (column_T >= first_B1)
         row_N, column_N = predicts_BT.nonzero(as_tuple=True)
         return cls(
-            start=start,
             rows=rows,
             ids_BT=ids_BT,
             prompt_B=prompt_B,
@@ -197,13 +194,9 @@ class Reader:
         """
 
         def read_batch(index: int) -> list[dict[str, Traces]]:
-            start = index * self.batch_size
-            batch = rows[start : start + self.batch_size]
-            results = []
-            for group in _groups(batch, self.max_logits // vocabulary_size(self.target)):
-                results.append(self._read(start, group))
-                start += len(group)
-            return results
+            batch = rows[index * self.batch_size : (index + 1) * self.batch_size]
+            columns = self.max_logits // vocabulary_size(self.target)
+            return [self._read(group) for group in _groups(batch, columns)]
 
         batches = -(-len(rows) // self.batch_size)
         parts = list(chain.from_iterable(divided(batches, read_batch)))
@@ -213,9 +206,9 @@ class Reader:
         return whole
 
     @torch.inference_mode()
-    def _read(self, start: int, rows: Sequence[Continuation]) -> dict[str, Traces]:
-        """Read some rows with one forward of each model. start: number of the first row."""
-        batch = _Batch.of(start, rows, self.target.device)
+    def _read(self, rows: Sequence[Continuation]) -> dict[str, Traces]:
+        """Read some rows with one forward of each model."""
+        batch = _Batch.of(rows, self.target.device)
         first = int(batch.prompt_B.min()) - 1  # columns before it predict no response token
         columns = batch.ids_BT.shape[1]
         read = [draft.hidden_layers for draft in self.models.values() if isinstance(draft, Head)]

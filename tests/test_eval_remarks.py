@@ -32,7 +32,6 @@ def model(parameters, fingerprint, kind="draft"):
         parameters=parameters,
         memory_bytes=1,
         vocabulary=9,
-        context=9,
         dtype="float32",
         quantize="none",
         device="cpu",
