@@ -49,7 +49,7 @@ from draftsmith.eval.formulas import (
     model_logits,
     rank_chances,
 )
-from draftsmith.eval.parts import BINS, Inside, by_confidence, confidence_names, parts_of
+from draftsmith.eval.parts import BINS, Inside, believed, by_confidence, confidence_names, parts_of
 from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
@@ -67,7 +67,7 @@ def _groups(rows: Sequence[Continuation], most_columns: int) -> list[Sequence[Co
     included, or one row.
     """
     prompts = [len(row.prompt_ids) for row in rows]
-    longest = max(len(row.prompt_ids) + len(row.output_ids) for row in rows)
+    longest = max(len(row.ids) for row in rows)
     columns = longest - min(prompts)
     if len(rows) == 1 or len(rows) * columns <= most_columns:
         return [rows]
@@ -309,7 +309,7 @@ class Reader:
         q_NV = probs(logits_NV, self.sampling)
         p_x_N1 = p_NV[n_N, x_N1[:, 0]].unsqueeze(1)
         tiny = torch.finfo(p_NV.dtype).tiny
-        belief_NV = logits_NV.float().softmax(-1) if self.sampling.greedy else q_NV
+        belief_NV = believed(self.sampling, q_NV, logits_NV)
         values = {
             "ratio": q_NV.gather(1, x_N1) / p_x_N1.clamp(min=tiny),
             "belief": belief_NV.gather(1, x_N1),

@@ -93,12 +93,18 @@ def _spans(text: Continuation, marks: Mapping[int, str]) -> list[str]:
     return spans[len(text.prompt_ids) :]
 
 
+def believed(sampling: Sampling, q_NV: Tensor, logits_NV: Tensor) -> Tensor:
+    """The draft's confidence in each token: q, or at temperature 0, where q is one token, that of
+    its logits.
+    """
+    return logits_NV.float().softmax(-1) if sampling.greedy else q_NV
+
+
 def by_confidence(sampling: Sampling, p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> Tensor:
     """By position and tenth of the draft's confidence, `[N, B, 3]`: the mass that it drafted, that
     mass times its confidence, and times p.
     """
-    # At temperature 0 q is one token, so take the draft's confidence from its logits.
-    belief_NV = logits_NV.float().softmax(-1) if sampling.greedy else q_NV
+    belief_NV = believed(sampling, q_NV, logits_NV)
     count = min(_LIKELIEST, p_NV.shape[1])
     belief_NK, ids_NK = belief_NV.topk(count, dim=-1)
     q_NK = q_NV.gather(1, ids_NK)

@@ -213,7 +213,8 @@ def _lossless(results: ResultsTable) -> str:
     parts = [said("lossy", names=", ".join(lossy))] if lossy else []
     counts = results.counts
     own = counts[counts["rule"].isin(set(rules) - set(lossy))]
-    sums = own.groupby("key", observed=True)["value"].sum()
+    by_key = own.groupby("key", observed=True)
+    sums = by_key["value"].sum()
     if "outputs" in sums:
         same, total = int(sums["identical"]), int(sums["outputs"])
         parts.append(said("identical", same=same, total=total))

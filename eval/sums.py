@@ -110,9 +110,11 @@ class Sums:
         below_P = self.counts_PK[:, other]
         counts = not (above.endswith("_s") or below.endswith("_s"))
         shares = counts and bool((above_P <= below_P).all())
-        least, most = 0.0, 1.0 if shares else math.inf
+        least = 0.0
+        most = 1.0 if shares else math.inf
         if PER_CALL.get(below) == above:
-            least, most = 1.0, self.draw.most_tokens.get(key.tree or "", math.inf)
+            least = 1.0
+            most = self.draw.most_tokens.get(key.tree or "", math.inf)
         values = over(self.sums_1RK[:, one], self.sums_1RK[:, other])
         of_seeds = over(self.of_seeds_SK[:, one], self.of_seeds_SK[:, other])
         return Sampled(values, least, most, of_seeds[np.isfinite(of_seeds)].tolist())
@@ -153,7 +155,7 @@ class NumberedCounts:
         here_K, local = np.unique(self.number[inside], return_inverse=True)
         keys = [self.keys[number] for number in here_K]
         # Prompts are numbered through the sets, in the order of these.
-        longest = int(part["prompt"].max()) + 1
+        longest = part["prompt"].max() + 1
         in_order = part["set"].cat.set_categories(sets)
         code = in_order.cat.codes.astype(np.int64) * longest + part["prompt"]
         code_P, first_P, prompts = np.unique(code, return_index=True, return_inverse=True)
