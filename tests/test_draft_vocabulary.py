@@ -239,7 +239,7 @@ def test_training_again_keeps_what_it_has(trained, door, target_dir, distilled, 
     words += " --max_length 48 --steps 2 --eval_every 2"
     code, _, err = door(*words.split(), "--draft_vocab_size", KEPT)
     assert code == 2
-    golden(err)
+    golden(err, having="draft_vocab_size")
     said = "\n".join(door.ok(*words.split()))
     golden(said, having="drafts")
     assert (tmp_path / "again" / FILE).read_bytes() == (out / FILE).read_bytes()
