@@ -174,7 +174,7 @@ def test_results_options_and_errors_can_be_pickled(target_dir, draft_dir):
         again = copy.copy(pickle.loads(pickle.dumps(error)))
         assert (type(again), str(again)) == (type(error), str(error))
         assert vars(again) == vars(error)
-    with pytest.raises((AttributeError, ValueError), match="pickle"):
+    with pytest.raises((AttributeError, ValueError, pickle.PicklingError)):
         pickle.dumps(pair)
 
 
