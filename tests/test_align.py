@@ -26,6 +26,7 @@ from draftsmith.drafts.draft_vocabulary import FILE, VocabularySize
 from draftsmith.train.config import TrainConfig
 from tests.distilled import write_rows
 from tests.results_made_up import timeless as timeless_results
+from tests.terminal import longest_silence_s
 
 CONFIG = Path(__file__).parents[1] / "configs" / "accelerate" / "cpu2.yaml"
 SMALL = """--distill.num_samples 2 --distill.max_new_tokens 10 --distill.batch_size 4
@@ -276,6 +277,25 @@ def test_deleted_answers_are_written_again_and_the_draft_of_them_stays(door, wor
     shutil.rmtree(tmp_path / "out" / "distilled")
     door.ok(*words)
     assert timeless(tmp_path / "out") == whole and weights.stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_something_moves_in_stages_that_take_long(words):
+    program = f"""import sys, time
+import draftsmith.alignment.facts as facts, draftsmith.train.loop as loop
+from draftsmith.__main__ import main
+def slow(module, name):
+    work = getattr(module, name)
+    def taking(*words, **options):
+        time.sleep(10)
+        return work(*words, **options)
+    setattr(module, name, taking)
+slow(facts, "load_models")
+slow(loop, "evaluate")
+print("begins", flush=True)
+sys.exit(main({list(map(str, [*words, *ONE_WAY, "--train.eval_every", 6]))}))
+"""
+    assert longest_silence_s(UNDRAWN + program) < 8
 
 
 # Kills within a stage are tests of the stages. These come when the second file is written, and when

@@ -23,6 +23,7 @@ from draftsmith.core.launcher import launcher_request
 from draftsmith.core.options import for_all
 from draftsmith.core.ranks import divided, on_main
 from draftsmith.train.config import TrainConfig
+from tests.terminal import longest_silence_s
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -380,9 +381,23 @@ def test_a_step_of_unknown_length_shows_that_it_goes_on(monkeypatch, capsys):
     with progress.waiting("align: reads the target"):
         pass
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "_PERIOD_ELSEWHERE_S", 0.01)
+    monkeypatch.setattr(progress, "_period_s", lambda: 0.01)
     with pytest.raises(InputError), progress.waiting("align: reads the target"):
         time.sleep(0.1)
         raise InputError("target: is not there")
     said = capsys.readouterr().err
     assert said.count("align: reads the target, 00:00") > 2 and said.endswith("\n")
+
+
+def test_on_a_terminal_something_moves_also_while_a_unit_takes_long():
+    program = (
+        "import time\n"
+        "from draftsmith.core.progress import progress, waiting\n"
+        "print('begins', flush=True)\n"
+        "with progress('train', 2) as advance:\n"
+        "    time.sleep(6)\n"
+        "    advance(1, '')\n"
+        "with waiting('reads'):\n"
+        "    time.sleep(6)\n"
+    )
+    assert longest_silence_s(program) < 5

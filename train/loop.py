@@ -159,13 +159,13 @@ def fit(job: TrainingJob, trainee: Trainee, stop: StopSignal) -> Progress:
             ahead.begin(reads(job, run.position.step, training=taught))
         trainee.train()
         stop.held = True
-        if run.position.step == 0:
-            _evaluate_and_keep(job, wrapped, run)
         begun = run.position.step
         with (
             progress(f"train {job.objective.spec}", job.steps, begun) as advance,
             closing(batches_ahead(job, begun)) as batches,
         ):
+            if begun == 0:
+                _evaluate_and_keep(job, wrapped, run)
             while run.position.step < job.steps and not run.position.stopped:
                 figures = _step_and_evaluate(job, wrapped, run, batches)
                 agree_to_stop(job.world, stop)

@@ -14,8 +14,24 @@ from draftsmith.core.terminal import StandardError
 T = TypeVar("T")
 Advance = Callable[[int, str], None]
 Tick = Callable[[int], None]
-_PERIOD_S = 1.0
-_PERIOD_ELSEWHERE_S = 15.0
+
+
+def _period_s() -> float:
+    """Seconds between lines: on a terminal something moves all the time."""
+    return 1.0 if sys.stderr.isatty() else 60.0
+
+
+@contextmanager
+def _beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `work` in a thread, which ends with the block by its event."""
+    over = threading.Event()
+    thread = threading.Thread(target=work, args=[over], daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager
@@ -23,8 +39,8 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
     """Yield `advance(count, note)`, which reports `count` more finished units.
 
     total: number of units, None if unknown. done: units finished before. Progress goes to standard
-    error: a bar that disappears on a terminal, a line every 15 seconds elsewhere. Of several
-    processes only the main one reports.
+    error: a bar that disappears on a terminal, a line every minute elsewhere, also while no unit is
+    finished. Of several processes only the main one reports.
     """
     is_terminal = sys.stderr.isatty()
     bar = tqdm(
@@ -33,7 +49,7 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         initial=done,
         disable=not is_main(),
         leave=not is_terminal,
-        mininterval=0.1 if is_terminal else _PERIOD_ELSEWHERE_S,
+        mininterval=0.1 if is_terminal else _period_s(),
         dynamic_ncols=True,
         file=StandardError(),
     )
@@ -42,38 +58,34 @@ def progress(what: str, total: int | None, done: int = 0) -> Iterator[Advance]:
         bar.set_postfix_str(note, refresh=False)
         bar.update(count)
 
-    with bar:
+    def tick(over: threading.Event) -> None:
+        while not over.wait(_period_s()):
+            bar.refresh()
+
+    with bar, _beside(tick):
         yield advance
 
 
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
     """Show that a step of unknown length goes on, and for how long it has."""
-    is_terminal = sys.stderr.isatty()
-    period_s = _PERIOD_S if is_terminal else _PERIOD_ELSEWHERE_S
-    over = threading.Event()
 
-    def show() -> None:
+    def show(over: threading.Event) -> None:
         # What is refused at once is refused in one line.
-        if over.wait(period_s):
+        if over.wait(_period_s()):
             return
         with tqdm(
             desc=what,
             bar_format="{desc}, {elapsed}",
-            leave=not is_terminal,
+            leave=not sys.stderr.isatty(),
             file=StandardError(),
             disable=not is_main(),
         ) as bar:
-            while not over.wait(period_s):
+            while not over.wait(_period_s()):
                 bar.refresh()
 
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
+    with _beside(show):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def no_tick(*_: object) -> None:
