@@ -409,6 +409,7 @@ def facts(**changed):
     usual: dict[str, Any] = {
         "chats": False,
         "own_chats": False,
+        "split": {},
         "prompts": 1000,
         "longest_prompt": 32,
         "context": 2048,
@@ -587,5 +588,5 @@ def test_turns_of_one_chat_cannot_be_divided(target_dir, tmp_path):
         {"role": ("user", "assistant")[turn % 2], "content": f"dog {turn}"} for turn in range(5)
     ]
     source = write_rows(tmp_path / "p.jsonl", *({"messages": chat[:end]} for end in (1, 3, 5)))
-    with pytest.raises(InputError, match=r"all 3 prompts ask the same, or are turns of one chat"):
+    with pytest.raises(InputError, match=r"its prompts ask the same, or are turns of one chat"):
         hold_out(source, read_prompts(source, tokenizer), 1)

@@ -24,8 +24,6 @@ T = TypeVar("T")
 LOOKUP = "lookup"
 # The share of general text in every step that docs/robust.md supports.
 _REPLAYED = 0.5
-# Writing more general texts than this does not pay; replay repeats them.
-_MOST_TEXTS = 4096
 
 
 @dataclass
@@ -109,8 +107,9 @@ def _general(config: AlignConfig, facts: Facts, distill: DistillConfig) -> Choic
     given |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     choices = _begun(config, facts, given, "general")
     source = "magpie" if facts.own_chats else "token"
-    texts = f"{source}:{min(_MOST_TEXTS, _answers(distill))}"
-    choices.choose("prompts", texts, f"as many as answers, at most {_MOST_TEXTS}")
+    # To write more does not pay; replay repeats them.
+    texts = f"{source}:{min(4096, _answers(distill))}"
+    choices.choose("prompts", texts, "as many as answers, at most 4,096")
     return choices
 
 

@@ -34,15 +34,17 @@ class Facts:
     """What the choices depend on.
 
     chats: whether the prompts are chats. own_chats: whether the target can write chats by itself,
-    user turns included. prompts: those that fit and are not held out. longest_prompt, context: in
-    tokens; the context is the shortest of all models, None if unknown. gpu_bytes: memory of the
-    GPU, 0 without one. cache_bytes: keys and values of a token. draft_parameters: how many.
+    user turns included. split: the prompts to train on and those to hold out, unless --id names
+    others. prompts: those to train on that fit. longest_prompt, context: in tokens; the context is
+    the shortest of all models, None if unknown. gpu_bytes: memory of the GPU, 0 without one.
+    cache_bytes: keys and values of a token. draft_parameters: how many.
     temperature: the target's own. date: what the chat template prints, if it prints one. drafted:
     the draft vocabulary of a fresh EAGLE-3 head.
     """
 
     chats: bool
     own_chats: bool
+    split: Split
     prompts: int
     longest_prompt: int
     context: int | None
@@ -58,10 +60,8 @@ class Facts:
         return on_gpu if self.gpu_bytes else on_cpu
 
 
-def look(config: AlignConfig) -> tuple[Facts, Split]:
-    """Load the models once and read all prompts, so that what does not fit is refused now. Return
-    also the prompts to train on and those to hold out, unless --id names others.
-    """
+def look(config: AlignConfig) -> tuple[Facts, PromptSet]:
+    """Load the models once and read all prompts, so that what does not fit is refused now."""
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
     drafts = [config.draft] if config.draft else []
     models = load_models(config.target, drafts, tokenizer=tokenizer, **loading(config))
@@ -74,11 +74,8 @@ def look(config: AlignConfig) -> tuple[Facts, Split]:
         gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     most = config.distill.get("max_prompts") or (20_000 if gpu_bytes else 1024)
     measured = config.eval.get("max_prompts") or (64 if gpu_bytes else 40)
-    if not config.id:
-        most += measured
-    prompts = _read(config, models, config.prompts, "distill", most)
+    prompts = _read(config, models, config.prompts, "distill", most + measured)
     split = {} if config.id else hold_out(config.prompts, prompts, measured)
-    prompts.say_skipped()
     for source in parse_named("ood", [*config.id, *config.ood]).values():
         _read(config, models, source, "eval", 1000)
     chats = prompts.prompts[0].chat is not None
@@ -96,6 +93,7 @@ def look(config: AlignConfig) -> tuple[Facts, Split]:
     facts = Facts(
         chats=chats,
         own_chats=chats and bool(user_opening(tokenizer, config.prompts).ids),
+        split=split,
         prompts=len(split.get("train", ids)),
         longest_prompt=max(map(len, ids)),
         context=models.context,
@@ -106,7 +104,7 @@ def look(config: AlignConfig) -> tuple[Facts, Split]:
         date=date,
         drafted=drafted,
     )
-    return facts, split
+    return facts, prompts
 
 
 def _cache_bytes(target: PreTrainedModel) -> int:

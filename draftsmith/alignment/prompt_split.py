@@ -27,8 +27,8 @@ def hold_out(source: str, read: PromptSet, most: int) -> Split:
     different = max(ranks) + 1
     if different == 1:
         raise InputError(
-            f"{source}: all {len(ranks)} prompts ask the same, or are turns of one chat, so none "
-            "can be held out; add prompts, or name others with --id"
+            f"{source}: its prompts ask the same, or are turns of one chat, so none can be held "
+            "out; add prompts, or name others with --id"
         )
     count = max(1, min(most, different // 5))
     skipped = {skip.row for skip in read.skipped}

@@ -129,7 +129,7 @@ def _claim(config: AlignConfig, command: str) -> None:
 def _begin(config: AlignConfig, command: str) -> None:
     """Look, choose, hold out prompts, and write the files that are missing."""
     with waiting("align: reads the target and the prompts"):
-        facts, split = look(config)
+        facts, prompts = look(config)
     stages: list[Stage] = []
     for name, file in files_of(config).items():
         chosen = None
@@ -140,16 +140,17 @@ def _begin(config: AlignConfig, command: str) -> None:
 
     def write() -> None:
         if not read_run(config.directory):
-            sides = [f"prompts/{side}.jsonl" for side in split]
+            sides = [f"prompts/{side}.jsonl" for side in facts.split]
             refuse_foreign(config.directory, ["features", *sides])
         _claim(config, command)
-        for side, rows in split.items():
+        for side, rows in facts.split.items():
             write_rows(config.directory / "prompts" / f"{side}.jsonl", rows)
         for stage in stages:
             stage.write()
 
     on_main(write)
     say("Edit these files to change what the stages do.")
+    prompts.say_skipped()
 
 
 def _started(config: AlignConfig) -> AlignConfig:
