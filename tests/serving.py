@@ -51,6 +51,8 @@ class Server(ThreadingHTTPServer):
         self.counts_end: bool = options.get("counts_end", True)
         self.insert: int | None = options.get("insert")
         self.processed: bool = options.get("processed", False)
+        self.teacher: Callable[[dict[str, float]], dict[str, float]] | None = options.get("teacher")
+        self.ignores_seeds: bool = options.get("ignores_seeds", False)
         self.names: str = options.get("names", "")
         self.error: str = options.get("error", "not now")
         # Writes the states of these tokens and returns the path.
@@ -179,7 +181,7 @@ class _Handler(JsonHandler):
         if server.kind == "text":
             prompt = server.tokenizer(prompt)["input_ids"]
         most = int(body["n_predict" if server.kind == "llama.cpp" else "max_tokens"])
-        seed = body["seed"] if body["temperature"] else 0
+        seed = body["seed"] if body["temperature"] and not server.ignores_seeds else 0
         ids, reason = answer_of(prompt, seed, most)
         if server.insert is not None:
             ids[1:1] = [server.insert]
@@ -218,6 +220,8 @@ class _Handler(JsonHandler):
 
     def _shown(self, row: dict[str, float], body: dict[str, Any]) -> dict[str, float]:
         """A row as vLLM shows it; its `processed` modes after temperature and top-p."""
+        if self.server.teacher is not None:
+            return self.server.teacher(row)
         if not self.server.processed:
             return row
         heat = max(body["temperature"], 0.01)

@@ -89,6 +89,34 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
     golden(err.strip().splitlines()[-1])
 
 
+TEACHERS = {
+    "one entry": lambda row: {max(row, key=row.get): 0.0},
+    "one token has all": lambda row: dict.fromkeys(row, -90.0) | {max(row, key=row.get): 0.0},
+    "one too few": lambda row: dict(list(row.items())[:-2]),
+}
+
+
+@pytest.mark.parametrize("fault", TEACHERS)
+def test_teachers_that_know_nothing_are_refused(fault, words, door, serve):
+    door.refused(*words, serve(teacher=TEACHERS[fault]).url, "--teacher_top_k", 4)
+    assert not Path("set").exists()
+
+
+def test_teachers_of_two_servers_must_agree(words, door, serve):
+    def other(row):
+        return {f"token_id:{int(name[9:]) + 1}": value for name, value in row.items()}
+
+    both = [serve().url, serve(teacher=other).url]
+    door.refused(*words, *both, "--teacher_top_k", 4)
+    door.ok(*words, *both)
+
+
+def test_a_server_that_ignores_seeds_is_named(words, door, serve, golden):
+    out, _ = door.ok(*words, serve(ignores_seeds=True).url)
+    golden(out, having="different answers")
+    assert manifest()["texts"]["different"] == manifest()["texts"]["prompts"]
+
+
 @pytest.mark.parametrize(
     "drawn", [["--temperature", 0.7], ["--top_p", 0.6], ["--temperatures", "0.5:1", "1:1"]]
 )

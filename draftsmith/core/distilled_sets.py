@@ -35,7 +35,9 @@ def described(manifest: JsonObject) -> list[str]:
     rows = manifest["counts"]["rows"]
     different = f"{texts['different']} different answers"
     if texts["different"] == texts["prompts"] < rows:
-        different += " (the samples of each prompt are equal: the engine ignores `seed`)"
+        drawn = manifest["config"].get("temperature")
+        cause = "the engine ignores `seed`" if drawn else "nothing was drawn"
+        different += f" (the samples of each prompt are equal: {cause})"
     tokens = manifest["response_tokens"]
     ended = manifest["finish_reasons"]["stop"] / rows
     lines += [
