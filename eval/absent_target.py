@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from draftsmith.core.chats import Chat
-from draftsmith.core.distilled_sets import set_rows
+from draftsmith.core.distilled_sets import described, set_rows
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest
 from draftsmith.core.model_configs import read_config, without_values
@@ -20,6 +20,7 @@ from draftsmith.core.models import (
     read_per_token,
 )
 from draftsmith.core.prompts import Prompt
+from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling, loading, tokenizing
 from draftsmith.core.state_store import StoredStates, cached_layers, checkpoint_digest
 from draftsmith.core.tokenization import load_tokenizer
@@ -104,6 +105,7 @@ def read_answers(request: EvalRequest, directory: str) -> Answers:
             output_ids=[row["response_ids"] for row in rows],
             finish_reason=[row["finish_reason"] for row in rows],
         )
+        say(f"{source}: {'; '.join(described(read_manifest(Path(source))))}")
         prompts = []
         for row in rows:
             ids = tuple(row["prompt_ids"])
