@@ -31,7 +31,7 @@ from draftsmith.core.ranks import is_main, on_main, wait_for_everyone
 from draftsmith.core.records import provenance, read_run
 from draftsmith.core.row_reasons import Reasons
 from draftsmith.core.runs import Run
-from draftsmith.core.teacher_rows import COLUMN, LEAST_NATS, entropies, unpack
+from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.core.tokenization import Tokenizer, vocabulary_sample
 from draftsmith.distill.parts import (
     SHORTFALLS,
@@ -41,6 +41,7 @@ from draftsmith.distill.parts import (
     read_summary,
     reading,
 )
+from draftsmith.distill.teacher_measures import LEAST_NATS, entropies
 from draftsmith.drafts.cards import distilled_set_card
 
 # Prompts that the target wrote, and their record: number of texts drawn and kept, why the others

@@ -1,5 +1,5 @@
 """Parts of the target's answers, which have counts of their own: by place, by the tokens before,
-and by what is written: thinking, an answer or a call of a tool.
+by whether the text repeats itself, and by what is written: thinking, an answer or a call of a tool.
 
 Legend: P texts, L tokens of the longest, B bins of confidence, N positions, K tokens in the draft's
 order.
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from draftsmith.core.distilled_sets import repeats
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.eval.formulas import Continuation
@@ -19,6 +20,7 @@ from draftsmith.eval.formulas import Continuation
 PLACE = "place in the answer"
 CONTEXT = "tokens before"
 SPAN = "span"
+TEXT = "text"
 CONFIDENCE = "confidence"
 EDGES = {PLACE: (4, 16, 64), CONTEXT: (256, 512, 1024, 2048, 4096, 8192)}
 """Where the bins of a number begin, but the first."""
@@ -74,6 +76,9 @@ def parts_of(texts: Sequence[Continuation], marks: Mapping[int, str]) -> dict[st
         bin_PL = np.digitize(number_PL, EDGES[by])
         of_bin = {name: exists_PL & (bin_PL == i) for i, name in enumerate(part_names(by))}
         parts |= of_bin
+    looping_P1 = np.array([[repeats(text.output_ids)] for text in texts])
+    parts[f"{TEXT}: looping"] = exists_PL & looping_P1
+    parts[f"{TEXT}: other"] = exists_PL & ~looping_P1
     spans = np.full((len(texts), longest), "", object)
     for row, text in enumerate(texts if marks else ()):
         spans[row, : len(text.output_ids)] = _spans(text, marks)

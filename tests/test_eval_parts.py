@@ -58,6 +58,13 @@ def test_places_and_the_tokens_before_them_are_binned():
     assert parts_of(texts[1:], {})[part_names(CONTEXT)[0]].sum() == 2
 
 
+def test_looping_texts_are_a_part_of_their_own():
+    texts = [Continuation("a", [7], [8, 9] * 20), Continuation("b", [7], list(range(33)))]
+    parts = parts_of(texts, {})
+    assert parts["text: looping"].sum(1).tolist() == [40, 0]
+    assert parts["text: other"].sum(1).tolist() == [0, 33]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_confidence_adds_up_to_what_is_drafted_and_taken(temperature):
     sampling = Sampling(temperature=temperature)

@@ -258,11 +258,15 @@ def test_right_states_are_told_from_wrong_ones(layers, tmp_path):
     with torch.no_grad():
         raw_TH = body_states(model, [layers], input_ids=drawn)[0][0, :-1]
     measure = StateLikelihood(load_model(place, device="cpu", layers=False))
-    assert measure.check("s", raw_TH, ids) == pytest.approx(1, abs=0.4)
+    assert measure.check("s", raw_TH, ids, 60) == pytest.approx(1, abs=0.4)
     for fault, wrong in WRONGLY_READ.items():
         with pytest.raises(RunError):
-            measure.check("s", wrong(raw_TH), ids)
+            measure.check("s", wrong(raw_TH), ids, 60)
             pytest.fail(fault)
+    # Of a text that the target may not have drawn, only states that say nothing are refused.
+    assert measure.check("s", raw_TH.roll(1, 0), ids, 0) < 0.5
+    with pytest.raises(RunError):
+        measure.check("s", WRONGLY_READ["zeros behind"](raw_TH), ids, 0)
 
 
 def test_states_come_from_an_engine_that_has_them(quiet_dir, golden):

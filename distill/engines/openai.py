@@ -18,7 +18,6 @@ from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.prompts import room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling
-from draftsmith.core.teacher_rows import distance
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import (
@@ -34,6 +33,7 @@ from draftsmith.distill.engines import (
 from draftsmith.distill.engines.replies import client_options, key_of
 from draftsmith.distill.engines.server import Answered, Completion, NoAnswer, Server
 from draftsmith.distill.engines.state_writer import StateWriter
+from draftsmith.distill.teacher_measures import distance
 
 # Attempts per request that a server may have seen, and the silence of all servers after which the
 # run ends.
@@ -290,8 +290,10 @@ class OpenAIEngine(Engine):
                 self._spent_tokens += answered.spent
                 self._last_answer = time.monotonic()
                 if self.states is not None:
-                    ids = (*request.prompt_ids, *answered.answer.response_ids)
-                    self.states.take(answered.states, request.key, ids, server.url)
+                    answer = answered.answer.response_ids
+                    ids = (*request.prompt_ids, *answer)
+                    drawn = len(answer) if request.sampling.temperature <= 1 else 0
+                    self.states.take(answered.states, request.key, ids, drawn, server.url)
                 return answered.answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)

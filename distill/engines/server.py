@@ -32,11 +32,12 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject
 from draftsmith.core.ranks import say
 from draftsmith.core.settings import Sampling
-from draftsmith.core.teacher_rows import LEAST_NATS, TeacherRows, entropies, pack_likeliest, unpack
+from draftsmith.core.teacher_rows import TeacherRows, pack_likeliest, unpack
 from draftsmith.core.tokenization import Tokenizer, encode_text, text_with_specials
 from draftsmith.distill.engines import Answer, AnswerRequest, Key
 from draftsmith.distill.engines.replies import said
 from draftsmith.distill.engines.state_writer import WITH_ANSWER, taken
+from draftsmith.distill.teacher_measures import LEAST_NATS, entropies
 
 _LIST_TIMEOUT_S = 30.0
 # Tokens of a trial answer, and how often a dialect is tried before a garbled reply means that it is

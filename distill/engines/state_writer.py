@@ -90,21 +90,30 @@ class StateWriter:
         return self.files.layers_of(ids) >= set(self.layers)
 
     def take(
-        self, path: str | None, key: tuple[int, int, int], ids: Sequence[int], server: str
+        self,
+        path: str | None,
+        key: tuple[int, int, int],
+        ids: Sequence[int],
+        drawn: int,
+        server: str,
     ) -> None:
-        """Take in and delete the file of a request. ids: prompt and answer. Raise RunError for
-        states that cannot be those of the tokens.
+        """Take in and delete the file of a request. ids: prompt and answer. drawn: how many of the
+        last ones the target drew at temperature 1 or below. Raise RunError for states that cannot
+        be those of the tokens.
         """
         if path is None:
             raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
         states_LTH = self._read(Path(path), ids)
-        row = self.rows.pop(key[0], ids)
-        share = self._likelihood.check(f"{server}: row {key[0]}", states_LTH[-1], row)
+        row = self.rows.pop(key[0], None)
+        if row is not None:
+            ids = row
+            drawn = 0
+        share = self._likelihood.check(f"{server}: row {key[0]}", states_LTH[-1], ids, drawn)
         if key[0] < 0:
             self.probes[key[0]] = states_LTH
             return
         assert self.files is not None
-        self.files.put(row, self.layers, states_LTH, share)
+        self.files.put(ids, self.layers, states_LTH, share)
 
     def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
         found = taken(file)

@@ -93,7 +93,8 @@ class VLLMEngine(Engine):
                 if self.states is not None:
                     path = (output.kv_transfer_params or {}).get("hidden_states_path")
                     ids = (*request.prompt_ids, *drawn.token_ids)
-                    self.states.take(path, request.key, ids, "the engine")
+                    own = len(drawn.token_ids) if request.sampling.temperature <= 1 else 0
+                    self.states.take(path, request.key, ids, own, "the engine")
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
         if self._k:

@@ -8,17 +8,15 @@ import pyarrow.parquet as pq
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest, sha256_file
 
-# Repetitive: this share of its runs of this many tokens occurred earlier in it, in at least this
-# many tokens.
-_REPEATED = 0.5
+# Tokens of a run, and the fewest of an answer that can repeat itself.
 _RUN = 4
 _LEAST = 32
 
 
 def repeats(ids: Sequence[int]) -> bool:
-    """Whether an answer repeats itself."""
+    """Whether half of an answer's runs of tokens occurred earlier in it."""
     runs = [tuple(ids[start : start + _RUN]) for start in range(len(ids) - _RUN + 1)]
-    return len(ids) >= _LEAST and 1 - len(set(runs)) / len(runs) >= _REPEATED
+    return len(ids) >= _LEAST and 2 * len(set(runs)) <= len(runs)
 
 
 def described(manifest: JsonObject) -> list[str]:

@@ -50,9 +50,6 @@ _WEIGHTS = "model.safetensors"
 _SAMPLED = 4
 _EIGHT_BITS = "int8"
 _SCALE_BYTES = 4
-# Of a file's metadata.
-_SHA256 = "sha256"
-_SHARE = "share"
 # Before 2, the number of the last layer meant its normed state.
 _VERSION = 2
 
@@ -143,7 +140,7 @@ class StateFiles:
             suppress(OSError, SafetensorError, KeyError),
             safe_open(self.file(ids), "pt") as opened,
         ):
-            return float(opened.metadata()[_SHARE])
+            return float(opened.metadata()["share"])
         return None
 
     def put(
@@ -164,8 +161,8 @@ class StateFiles:
         before = file.stat().st_size if held else 0
         for layer, state_TH in zip(layers, states_LTH.detach().cpu(), strict=True):
             held.setdefault(str(layer), self._packed(state_TH))
-        measured = {} if share is None else {_SHARE: repr(share)}
-        content = save(held, {_SHA256: _digest(held), **measured})
+        measured = {} if share is None else {"share": repr(share)}
+        content = save(held, {"sha256": _digest(held)} | measured)
         if self._room is not None:
             grown = len(content) - before
             if grown > self._room:
@@ -199,7 +196,7 @@ class StateFiles:
             with safe_open(file, framework="pt") as opened:
                 held = {name: opened.get_tensor(name) for name in opened.keys()}
                 if check and file not in self._checked:
-                    if opened.metadata().get(_SHA256) != _digest(held):
+                    if opened.metadata().get("sha256") != _digest(held):
                         raise OSError
                     self._checked.add(file)
                 return held

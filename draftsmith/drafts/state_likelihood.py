@@ -2,7 +2,8 @@
 has that token: right states know it about as well as they claim to.
 
 Both are in nats above what a state of zeros gives, so that states that know nothing claim nothing.
-Any text is told from wrong states, the target's own or not.
+A text that the target drew tells right states from wrong ones; in another text it may know less
+than it claims.
 
 Legend: T tokens, N sampled ones, H hidden size, V vocabulary.
 """
@@ -18,10 +19,10 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import final_norm
 from draftsmith.drafts.heads.borrowed import projection_of
 
-# Tokens of a document that are looked at, evenly spread, and how many of them lie in a part of it.
-_SAMPLED = 16
+# Tokens that are looked at, evenly spread, of a document and of what was drawn; and of a part.
+_SAMPLED = 8
 _PART = 4
-# Impossible: standard errors below half of what is claimed, or so few nats a token.
+# Impossible: standard errors below half of what is claimed, or so few nats claimed by a state.
 _ERRORS = 4.0
 _NOTHING = 1e-3
 
@@ -35,13 +36,19 @@ class StateLikelihood:
         self._dtype = ends.dtype
 
     @torch.no_grad()
-    def check(self, document: str, raw_TH: Tensor, ids: Sequence[int]) -> float:
+    def check(self, document: str, raw_TH: Tensor, ids: Sequence[int], drawn: int) -> float:
         """The share of the nats that the raw last states of a document claim which its tokens bear
-        out: 1 for a text that the target drew. Raise RunError where no text has the share of a part
-        of them.
+        out, about 1 for tokens that the target drew.
+
+        drawn: how many of the last tokens it drew at temperature 1 or below. Raise RunError for
+        states that claim nothing, and where it cannot have drawn these.
         """
         count = min(len(raw_TH), len(ids) - 1)
-        at_N = torch.linspace(0, count - 1, min(_SAMPLED, count)).round().long()
+        drawn = min(drawn, count)
+        judged = min(_SAMPLED, drawn or count)
+        answer_N = torch.linspace(count - (drawn or count), count - 1, judged)
+        whole_N = torch.linspace(0, count - 1, min(_SAMPLED, count))
+        at_N = torch.cat([answer_N, whole_N]).round().long()
         next_N = torch.tensor(ids)[at_N + 1]
         raw_NH = F.pad(raw_TH[at_N].to(self._dtype), (0, 0, 1, 0))
         final_NH = self._projection.prepare(self._norm(raw_NH[None])[0])
@@ -53,16 +60,17 @@ class StateLikelihood:
         known_N = nats_NV.gather(1, next_N[:, None])[:, 0]
         claimed_N = (probs_NV * nats_NV).sum(-1)
         variance_N = (probs_NV * nats_NV.square()).sum(-1) - claimed_N.square()
-        sums_N3 = torch.stack([known_N, claimed_N, variance_N], dim=-1)
+        # NaN is above nothing.
+        wrong = not bool((claimed_N > _NOTHING).all())
+        sums_N3 = torch.stack([known_N, claimed_N, variance_N], dim=-1)[:judged]
         for part_N3 in (*sums_N3.split(_PART), sums_N3):
             known, claimed, variance = part_N3.sum(0).tolist()
-            nothing = _NOTHING * len(part_N3)
-            share = known / max(claimed, nothing)
-            # Not the other way round: NaN is not above it either.
-            if not known > claimed / 2 - _ERRORS * max(variance, 0.0) ** 0.5 + nothing:
+            share = known / max(claimed, _NOTHING)
+            least = claimed / 2 - _ERRORS * max(variance, 0.0) ** 0.5
+            if wrong or (drawn and known < least):
                 raise RunError(
                     f"states: {document}, {len(ids)} tokens: they bear out {share:.0%} of what "
-                    f"{len(part_N3)} of its last states claim ({claimed / len(part_N3):.2f} nats "
-                    "each): these are of other tokens, of another model, or empty"
+                    f"{len(part_N3)} of its last states claim; one claims {claimed_N.min():.2f} "
+                    "nats: they are of other tokens, of another model, or empty"
                 )
         return float(share)
