@@ -10,6 +10,7 @@ from draftsmith.core.errors import RequirementError
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
 from draftsmith.eval.results import Results
+from draftsmith.eval.run import without_timings
 from tests.results_made_up import BASE, BOTH, made_up
 
 GOOD = EvalConfig(
@@ -151,3 +152,11 @@ def test_results_of_another_version_are_refused_in_one_line(tmp_path, text, gold
     (tmp_path / "results.json").write_text(text)
     with golden.raises():
         Results.load(tmp_path)
+
+
+def test_what_was_never_timed_is_not_timed_again(tmp_path, golden):
+    whole = made_up({"base": BASE}, BOTH, prompts=2)
+    whole["config"]["speed_prompts"] = 0
+    (tmp_path / "results.json").write_text(json.dumps(whole))
+    with golden.raises():
+        without_timings(tmp_path)
