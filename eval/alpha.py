@@ -128,6 +128,12 @@ class _Batch:
             changed.append(penalised(own_LV, sampling, seen))
         return torch.cat(changed)
 
+    def of_texts(self, values_NB3: Tensor) -> Floats:
+        """Sum values over the positions of each row."""
+        sums_PB3 = values_NB3.new_zeros((len(self.rows), BINS, 3))
+        sums: Floats = sums_PB3.index_add_(0, self.row_N.cpu(), values_NB3).numpy()
+        return sums
+
     def candidates(self, seed: int, most: int) -> Tensor:
         """Uniforms `[B, L, K]` for the candidates of each position. They come from the row's own
         stream, the same for every draft and batch.
@@ -326,10 +332,8 @@ class Reader:
         if not depth:
             values |= _next_token(p_NV, q_NV, logits_NV) | {"own": p_x_N1}
             if self.confidence:
-                sums_NB3 = by_confidence(self.sampling, p_NV, q_NV, logits_NV).cpu()
-                sums_PB3 = sums_NB3.new_zeros((len(batch.rows), BINS, 3))
-                sums_PB3.index_add_(0, batch.row_N.cpu(), sums_NB3)
-                arrays["confidence"] = sums_PB3.numpy()
+                sums_NB3 = by_confidence(self.sampling, p_NV, q_NV, logits_NV)
+                arrays["confidence"] = batch.of_texts(sums_NB3.cpu())
         for key, values_NK in values.items():
             by_rank = key in self.ranks
             if key not in arrays:
