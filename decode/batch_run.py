@@ -113,7 +113,7 @@ class _Row:
     def generation(self) -> Generation:
         return Generation(self.ids, self.finish_reason, self.from_draft, self.stats)
 
-    def read(self, walk: Walk, options: "Options") -> None:
+    def read(self, walk: Walk, options: "Options", chosen: str | None) -> None:
         """Cut a block at EOS and at `max_new_tokens`, count it, and pass it to `on_tokens`."""
         room = options.max_new_tokens - len(self.ids)
         accepted = len(walk.path)
@@ -148,6 +148,7 @@ class _Row:
             reached_by_depth=(1,) * reached,
             copied_calls=int(walk.copied),
             copied_accepted=drafted * walk.copied,
+            chosen={} if chosen is None else {chosen: 1},
         )
         self.last = tokens[-1]
         if options.on_tokens is not None:
@@ -303,7 +304,7 @@ class BatchRun:
         self.runner.open()
         judged = self._judge(proposal, verify_u_BU)
         self._first = False
-        return self._emit(judged)
+        return self._emit(judged, proposal.names or [None] * len(self.batch))
 
     def _follows(self, u_BU: Tensor | None) -> bool:
         """Whether the rule comes to the target's own tokens, and they are judged on the host."""
@@ -363,12 +364,12 @@ class BatchRun:
         takes = proposal.tree.depth or proposal.drawing in verifier.drawings
         return verifier if takes else VERIFIERS["exact"]
 
-    def _emit(self, judged: Judged) -> list[_Row]:
+    def _emit(self, judged: Judged, names: Sequence[str | None]) -> list[_Row]:
         """Give each row its tokens, and let runner and session go on behind them."""
         for index, row in enumerate(self.batch):
             if judged.finite_B[index] != _ALL_FINITE:
                 self._refuse(row, of_draft=bool(judged.finite_B[index] & 1))
-            row.read(judged.walks[index], self.options)
+            row.read(judged.walks[index], self.options, names[index])
         indices = [index for index, row in enumerate(self.batch) if row.finish_reason]
         ended = [self.batch[index] for index in indices]
         if len(ended) == len(self.batch):

@@ -1,7 +1,7 @@
 """Counts of a decoding run: integers that add; ratios are taken last (law 3)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
 from operator import mul
 from typing import Any
@@ -17,7 +17,8 @@ class DecodeStats:
     tree depth offered. accepted_by_depth[d-1]: steps in which depth d was accepted.
     reached_by_depth[d-1]: steps in which depth d-1 was accepted (the root always is) and depth d
     offered a token that could still be emitted. copied_calls, copied_accepted: target_calls and
-    accepted of the steps that went on along a copy beside a draft.
+    accepted of the steps that went on along a copy beside a draft. chosen: steps by what
+    `--tree auto` drafted.
     """
 
     target_calls: int = 0
@@ -29,6 +30,7 @@ class DecodeStats:
     reached_by_depth: tuple[int, ...] = ()
     copied_calls: int = 0
     copied_accepted: int = 0
+    chosen: dict[str, int] = field(default_factory=dict)
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         theirs = vars(other)
@@ -63,6 +65,8 @@ def independent_tau(alphas: Sequence[float]) -> float:
 def _add(a: Any, b: Any) -> Any:
     if isinstance(a, int):
         return a + b
+    if isinstance(a, dict):
+        return {key: a.get(key, 0) + b.get(key, 0) for key in a | b}
     return tuple(map(sum, zip_longest(a, b, fillvalue=0)))
 
 

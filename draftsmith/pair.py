@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
 from itertools import chain, product
+from pathlib import Path
 from queue import SimpleQueue
 from secrets import randbits
 from threading import Event, Thread, current_thread
@@ -30,6 +31,7 @@ from draftsmith.core.options import (
     options,
 )
 from draftsmith.core.prompts import Prompt
+from draftsmith.core.records import read_record
 from draftsmith.core.retrieval_text import read_documents
 from draftsmith.core.sampling import generator, row_seed
 from draftsmith.core.settings import Sampling, resolve_sampling, sampling_options
@@ -48,9 +50,12 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.batch_run import OnTokens
 from draftsmith.decode.method import OWN_TREE, Method
+from draftsmith.decode.propose.choosing import ChoosingProposer, chooser
 from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.decode.verify import find_verifier
 from draftsmith.drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
+from draftsmith.kept_costs import kept_costs
 from draftsmith.outputs import Detokenizer, Output, Piece, cut_at_stop
 from draftsmith.python_prompts import OnePrompt, PromptEncoder
 
@@ -214,6 +219,7 @@ class Pair:
         self.drafts = loaded.drafts
         self.context = loaded.context
         self._fast = fast
+        self._compile = compile
         self._decoder = partial(SpeculativeDecoder, self.target, fast=fast, compile=compile)
         if fast and not compile:
             take_over(self.target, *self.drafts.values())
@@ -376,9 +382,13 @@ class Pair:
             else:
                 name = type(chosen).__name__
                 proposer = chosen
-            shape = tree
-            if tree is not None and not isinstance(tree, TreeShape):
-                tree = tree_spec(tree, proposer.deepest)
+            if tree is None or tree == "auto":
+                found = self._chooser(proposer, names, verifier)
+                tree = None if found is None else "auto"
+                proposer = found or proposer
+            shape = None if tree == "auto" else tree
+            if shape is not None and not isinstance(shape, TreeShape):
+                tree = tree_spec(shape, proposer.deepest)
                 shape = parse_tree(tree, read_tree_file)
             decoder = self._decoder(proposer, shape, verifier)
         except ValueError as error:
@@ -389,6 +399,19 @@ class Pair:
         written = tree if isinstance(tree, str) else f"{shape.size} nodes"
         method = Method(written, shape, decoder.verifier)
         return Decoding(decoder, name, method, drafts, datastore)
+
+    def _chooser(
+        self, proposer: Proposer, names: Sequence[str], verifier: str | Verifier | None
+    ) -> ChoosingProposer | None:
+        if self._compile:
+            return None
+        drafts = [self.drafts[name] for name in names]
+        costs = kept_costs(self.target, drafts, proposer)
+        rule = None if verifier is None else find_verifier(verifier)
+        card = read_record(Path(names[0])) if names else {}
+        heldout = [card.get(f"heldout_alpha_{depth}") for depth in range(1, 5)]
+        prior = [alpha for alpha in heldout if alpha is not None] or [0.5]
+        return chooser(proposer, self.target, rule, costs, prior)
 
     def decode(self, job: Job, on_tokens: OnTokens | None = None) -> Iterator[list[Output]]:
         """Decode the requests batch by batch; yield the outputs of each batch in order. Raise

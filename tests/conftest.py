@@ -25,6 +25,7 @@ atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_CACHE": _CACHE,
+    "XDG_CACHE_HOME": _CACHE,
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "WANDB_MODE": "offline",

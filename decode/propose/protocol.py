@@ -31,6 +31,7 @@ class Proposal:
     deterministic. With several drafts the child of rank k was drawn from distribution
     `tree.groups_RM * drafts + k % drafts`. finite: false if a logit of the draft was NaN or
     infinite. copies_BC: copied chains beside the tree, -1 behind the end of each; None for none.
+    names: what each row chose to draft, if it chose.
     """
 
     tree: TreeBatch
@@ -40,6 +41,7 @@ class Proposal:
     drafts: int = 1
     finite: Tensor | None = None
     copies_BC: Tensor | None = None
+    names: Sequence[str] = ()
 
     @property
     def nodes(self) -> int:

@@ -175,12 +175,26 @@ class StaticTreeSession(Session):
         self.plan = plan
         self.drawing = drawing
         self.sampling = sampling
+        self.watched = 0
+        self._best: list[Tensor] = []
         self._origin: Tensor | None = None
-        plain = drawing == "deterministic" and plan.tree.is_chain and network.drafts == 1
+        plain = drawing == "deterministic" and network.drafts == 1
         self._on_host = plain and plan.device.type == "cpu" and not recorded
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        return self._most_probable_chain() if self._on_host else self.of_tensors(u_BN)
+        self._best = []
+        if self._on_host and self.plan.tree.is_chain:
+            return self._most_probable_chain()
+        return self.of_tensors(u_BN)
+
+    def best_at(self, row: int, depth: int, node: int) -> list[int]:
+        """Return the `watched` tokens that were most probable below a node of the last proposal;
+        `watched` is set by who asks.
+        """
+        before = sum(level.count for level in self.plan.levels[: depth - 1]) if depth else 0
+        at = self.plan.number_of[node] - before if depth else 0
+        best: list[int] = self._best[depth][row, at].tolist()
+        return best
 
     def of_tensors(self, u_BN: Tensor | None) -> Proposal:
         """`propose` on tensors, so that its forwards can be recorded."""
@@ -216,15 +230,18 @@ class StaticTreeSession(Session):
         logits_B1V = network.open()
         confidence_B = [1.0] * len(logits_B1V)
         for depth, level in enumerate(self.plan.levels):
-            best = largest(logits_B1V[:, 0], 1)
-            highest += best.values.flatten().tolist()
+            count = min(max(self.watched, 1), logits_B1V.shape[2])
+            best = largest(logits_B1V[:, 0], count)
+            first_B1 = best.indices[:, :1]
+            self._best.append(best.indices.unsqueeze(1))
+            highest += best.values[:, 0].tolist()
             drafted.append([])
-            for (token,), confidence in zip(best.indices.tolist(), confidence_B, strict=True):
+            for (token,), confidence in zip(first_B1.tolist(), confidence_B, strict=True):
                 drafted[-1].append(token if confidence >= stop else -1)
             if depth + 1 == len(self.plan.levels):
                 break
             if stop:
-                sure_B1 = network.confidence(best.indices)
+                sure_B1 = network.confidence(first_B1)
                 if sure_B1 is None:
                     believed_B1V = logits_B1V.float().softmax(-1)
                     sure_B1 = believed_B1V.amax(-1)
@@ -236,7 +253,7 @@ class StaticTreeSession(Session):
             # accepted, it is already in the cache.
             self._forwarded += 1
             block = self.plan.block(depth + 1, network.width)
-            logits_B1V = network.extend(Frontier(best.indices, level.parents_1e, block))
+            logits_B1V = network.extend(Frontier(first_B1, level.parents_1e, block))
         roots = [-1] * len(confidence_B)
         tokens_MB = torch.tensor([roots, *drafted])
         finite = torch.tensor(isfinite(sum(highest)))
@@ -270,13 +287,15 @@ class StaticTreeSession(Session):
         finite_B = logits_BeV.amax((1, 2)).isfinite()
         if u_BN is None:
             q_BeV = None
-            draws_BeK = most_probable(logits_BeV, level.draws, drafts)
+            draws_BeK = most_probable(logits_BeV, max(level.draws, self.watched), drafts)
+            if self.watched:
+                self._best.append(draws_BeK)
         else:
             q_BeV = probs(logits_BeV, self.sampling)
             u_BeK = u_BN.to(q_BeV.device)[:, level.uniform_eK]
             draws_BeK = draw_children(self.drawing, q_BeV, u_BeK, level.counts_e, drafts)
         chain = level.parent_c.numel() == 1
-        tokens_Bc = draws_BeK[:, 0] if chain else draws_BeK[:, level.parent_c, level.rank_c]
+        tokens_Bc = draws_BeK[:, 0, :1] if chain else draws_BeK[:, level.parent_c, level.rank_c]
         if above is not None and (stop or any(earlier.draws > 1 for earlier in levels[:depth])):
             # A node that does not exist or was not expanded has no children. Nodes can be missing
             # because of a stop or because q has fewer tokens than the node has children, so a chain

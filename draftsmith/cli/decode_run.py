@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from itertools import chain, product
 from pathlib import Path
@@ -22,11 +23,18 @@ from draftsmith.core.progress import progress
 from draftsmith.core.prompts import Prompt, PromptSet, content_id, read_prompts, room_for_prompts
 from draftsmith.core.ranks import say
 from draftsmith.core.runs import Run
-from draftsmith.core.settings import loading, resolve_sampling, sampling_options, tokenizing
+from draftsmith.core.settings import (
+    Sampling,
+    loading,
+    resolve_sampling,
+    sampling_options,
+    tokenizing,
+)
 from draftsmith.core.template_date import fix_date
 from draftsmith.core.tokenization import load_tokenizer, tokenizer_digest
 from draftsmith.decode import DecodeStats
 from draftsmith.decode.native import missing_kernel
+from draftsmith.decode.propose.choosing import ChoosingProposer, relative_cost
 from draftsmith.decode.propose.sources import choose_proposer
 from draftsmith.drafts.draft_sources import (
     check_sources,
@@ -85,6 +93,7 @@ def decode(config: DecodeConfig) -> CommandResult:
     else:
         outputs = list(chain.from_iterable(batches()))
     summary = _summary(config, decoding, prompts, outputs)
+    summary |= _chosen(decoding, resolved.sampling, outputs)
     summary |= {"sampling": drawn, "sampling_from_target": resolved.from_target}
     return CommandResult(summary, _in_words(summary, resolved.note, streamed))
 
@@ -96,7 +105,6 @@ def _say(line: str) -> None:
 def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     """Return the pair and its decoder. Refuse drafts that do not go together before they load."""
     config = _with_proposer(config)
-    tree = _planned(config) if config.tree == "auto" else config.tree
     kinds = {name: draft_kind(name) for name in config.draft}
     chosen = choose_proposer(kinds, config.proposer, retrieves=config.datastore is not None)
     tokenizer = load_tokenizer(config.target, **tokenizing(config))
@@ -115,9 +123,9 @@ def load(config: DecodeConfig) -> tuple[Pair, Decoding]:
     for line in other_targets(config.draft, pair.target):
         _say(f"warning: {line}")
     names = list(pair.drafts)
-    decoding = pair.decoding_by(chosen, names, tree, config.verifier, config.datastore)
+    decoding = pair.decoding_by(chosen, names, config.tree, config.verifier, config.datastore)
     if chosen != "none" and decoding.method is None:
-        _say(f"{tree}: no draft is faster here, so the target decodes alone")
+        _say(f"{config.tree}: no draft is faster here, so the target decodes alone")
     return pair, decoding
 
 
@@ -137,15 +145,6 @@ def _with_proposer(config: DecodeConfig) -> DecodeConfig:
         return dataclasses.replace(config, draft=[model_of(source)], proposer="prompt_lookup")
     kind, _, file = source.partition(":")
     return dataclasses.replace(config, draft=[], proposer=kind, datastore=file or config.datastore)
-
-
-def _planned(config: DecodeConfig) -> str:
-    plans = [Path(name) / "plan.json" for name in config.draft]
-    if len(plans) != 1 or not plans[0].is_file():
-        raise InputError(
-            "tree: auto reads the plan of a draft, DRAFT/plan.json; `draftsmith plan` makes it"
-        )
-    return f"auto:{plans[0]}"
 
 
 def _prompts(config: DecodeConfig, pair: Pair) -> PromptSet:
@@ -241,6 +240,19 @@ def _summary(
     return summary
 
 
+def _chosen(decoding: Decoding, sampling: Sampling, outputs: list[Output]) -> JsonObject:
+    """Return what `--tree auto` drafted: steps by choice, their cost over those of the target
+    alone, and the gain.
+    """
+    proposer = decoding.decoder.proposer
+    stats = sum((output.stats for output in outputs), DecodeStats())
+    if not isinstance(proposer, ChoosingProposer):
+        return {}
+    cost = relative_cost(stats.chosen, proposer.costs(sampling))
+    gain = stats.tau / cost if stats.tau and cost else None
+    return {"chosen": stats.chosen, "step_cost": cost, "gain": gain}
+
+
 def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
     """Return the summary in words, behind the texts that no file has and that were not streamed."""
     outputs = [] if streamed else summary.get("outputs", [])
@@ -254,10 +266,23 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
     lines.append(
         f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
-        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} of them accepted from the "
+        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} accepted from the "
         f"draft; prompt {summary['prefill_s']:.2f} s, then {summary['decode_s']:.2f} s "
         f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
     )
+    if summary.get("gain"):
+        steps = Counter[str]()
+        for name, count in summary["chosen"].items():
+            steps["lookup" if name.startswith("lookup") else name] += count
+        shares = [
+            f"{name} {count / steps.total():.0%}".replace("%", " %")
+            for name, count in steps.most_common()
+        ]
+        lines.append(
+            f"{summary['tau']:.2f} tokens per call, a step costs {summary['step_cost']:.2f} of one "
+            f"without a draft: {summary['gain']:.2f} times the target alone "
+            f"({', '.join(shares)} of steps)"
+        )
     method = "the target alone"
     if summary["tree"] is not None:
         by_depth = " ".join(_number(rate, 2) for rate in summary["accept_at"])

@@ -31,56 +31,33 @@ from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
-from draftsmith.eval.planning.tree_trials import (
-    Candidate,
-    Confirmed,
-    Expected,
-    Planner,
-)
+from draftsmith.eval.planning.tree_trials import LIMIT_S, Candidate, Planner
 from draftsmith.eval.schema import Estimate
 from draftsmith.eval.timing import records_steps
 
-SCHEMA_VERSION = 1
-# Steps of a plan, and those of ranking trees without trying them.
-STEPS = 2
-RANKING_STEPS = 4
+SCHEMA_VERSION = 2
 FINALISTS = 3
-# Static candidates that the plan lists.
-LISTED = 20
 
 
 def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     """Return the plan as JSON, without the names of the models and the machine."""
-    steps = STEPS + RANKING_STEPS * planner.predicts
-    with progress("plan", steps) as advance:
-        expected = planner.expect(advance) if planner.predicts else None
-        static = expected.candidates if expected else []
-        advance(1, "trees that can only be tried")
+    with progress("plan", 3) as advance:
+        advance(1, "costs of a step")
+        costs = planner.costs()
+        advance(1, "trees")
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
-        confirmed = planner.confirm(_finalists([*static, *tried]), confirm_batches)
-    rows = [expected.row(each) for each in static[:LISTED]] if expected else []
-    rows += [candidate.row() for candidate in tried]
-    trees = {"candidates": rows, "not_tried": not_tried}
-    return plan_document(planner, expected, trees, confirmed)
-
-
-def plan_document(
-    planner: Planner, expected: Expected | None, trees: JsonObject, confirmed: Confirmed
-) -> JsonObject:
-    """Write the plan as JSON. expected: None if all trees are timed."""
+        confirmed = planner.confirm(_finalists(tried), confirm_batches)
     rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
     speedups = [row["speedup"] for row in confirmed.rows[1:]]
     best = rates.index(max(rates))
     winner = confirmed.finalists[best]
     tree: JsonObject = {"spec": winner.spec}
-    if isinstance(winner.shape, Tree) and winner.spec in (None, OWN_TREE):
+    if winner.spec == OWN_TREE:
+        assert isinstance(winner.shape, Tree)
         tree = {"parents": list(winner.shape.parents)}
-    # Timings of every shape over their median; other work on the machine spreads them.
-    noise: list[float] = []
-    rounds = (expected.rounds if expected else {}) | {"confirmed": confirmed.alone_s}
-    for seconds in rounds.values():
-        noise += [second / median(seconds) for second in seconds]
+    # Timings of the target alone over their median; other work on the machine spreads them.
+    noise = [second / median(confirmed.alone_s) for second in confirmed.alone_s]
     load = [planner.load, os.getloadavg()[0]]
     cpus = os.cpu_count() or 1
     conditions = remarks.conditions("plan", planner.sampling.temperature, load, noise, cpus)
@@ -89,11 +66,10 @@ def plan_document(
     pays = None if busy else _pays(speedups, best)
     noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
     noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
-    texts = expected.texts if expected else []
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": tree,
-        "name": winner.name,
+        "name": winner.spec,
         "verifier": planner.verifier(winner.shape),
         "pays": pays,
         "speedup": speedups[best],
@@ -101,12 +77,11 @@ def plan_document(
         "batch_size": planner.batch_size,
         "max_new_tokens": planner.max_new_tokens,
         "compile": planner.compile,
-        "prompts": len(texts or planner.prompts),
+        "prompts": len(planner.prompts),
         "prompt_groups": planner.groups,
-        "positions": sum(len(row.output_ids) for row in texts) if expected else None,
-        "ranks": planner.ranks(texts) if expected else None,
-        "costs": {**(asdict(expected.costs) if expected else {}), "rounds": rounds},
-        **trees,
+        "costs": asdict(costs),
+        "candidates": [candidate.row() for candidate in tried],
+        "not_tried": not_tried,
         "confirmed": confirmed.rows,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],

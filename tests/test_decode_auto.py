@@ -1,0 +1,175 @@
+"""What `--tree auto` drafts: the laws hold while it changes its mind, and it does what pays."""
+
+import pytest
+import torch
+
+from draftsmith.core.sampling import Sampling, generator
+from draftsmith.decode import DraftModelProposer, HeadProposer, LookupFirst, SpeculativeDecoder
+from draftsmith.decode.propose import acceptance, choosing
+from draftsmith.decode.propose.choosing import chooser, name_of, relative_cost
+from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer
+from draftsmith.decode.propose.retrieval import RetrievalProposer
+from draftsmith.decode.step_costs import MORE_ROWS, StepCosts, fit, measure
+from draftsmith.decode.suffix_index import SuffixIndex
+from draftsmith.drafts.heads import HEADS
+from tests.chi_square import chi_square, counts_of, exact_distribution
+from tests.tiny_models import random_llama, stirred
+
+VOCAB = 5
+PROMPTS = [[1, 3], [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
+NEW_TOKENS = 24
+GREEDY = Sampling(temperature=0.0)
+SAMPLED = Sampling(temperature=0.9)
+CHEAP = StepCosts({1: 1.0, 2: 1.02, 3: 1.05, 5: 1.1, 9: 1.2}, 0.1, {1: 0.05, 4: 0.08})
+NEAR = StepCosts({1: 1.0, 2: 1.15, 3: 1.3, 5: 1.6, 9: 2.2}, 0.2, {1: 0.15, 4: 0.2})
+DEAR = StepCosts({1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 9: 9.0}, 0.5, {1: 0.5, 4: 0.5})
+
+
+def llama(seed, layers=2):
+    return random_llama(seed, VOCAB, hidden=8, layers=layers, heads=1, positions=96, spread=0.45)
+
+
+def head(kind, **options):
+    return HeadProposer(stirred(HEADS[kind].fresh(llama(2), **options).eval(), 0.25, seed=11))
+
+
+PROPOSERS = {
+    "draft": lambda: DraftModelProposer(llama(3)),
+    "itself": lambda: DraftModelProposer(llama(2)),
+    "several": lambda: DraftModelProposer([llama(3), llama(4)]),
+    "eagle3": lambda: head("eagle3", draft_vocab=range(VOCAB)),
+    "medusa": lambda: head("medusa", num_heads=3),
+    "dflash": lambda: head("dflash", num_layers=2, block_size=4, target_layers=[0, 1]),
+    "prompt_lookup": PromptLookupProposer,
+    "both": lambda: LookupFirst(DraftModelProposer(llama(3))),
+}
+
+
+@pytest.fixture
+def wavering(monkeypatch):
+    """Little is believed in advance, and pauses are short: choices follow the newest places."""
+    monkeypatch.setattr(acceptance, "PRIOR", 0.3)
+    monkeypatch.setattr(choosing, "GAIN", 1.0)
+    monkeypatch.setattr(choosing, "PAUSE", 1)
+    monkeypatch.setattr(choosing, "LONGEST_PAUSE", 3)
+
+
+def decoder(name, costs=NEAR, verifier=None):
+    made = chooser(PROPOSERS[name](), llama(2), None, lambda sampling: costs, (0.5,))
+    return SpeculativeDecoder(llama(2), made, verifier=verifier)
+
+
+def run(made, prompts, sampling, seeds):
+    generators = [generator(seed) for seed in seeds]
+    return made.generate(prompts, sampling, NEW_TOKENS, generators, eos_ids=()).generations
+
+
+@pytest.mark.usefixtures("wavering")
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_greedy_is_the_targets_own_whatever_is_chosen(name):
+    alone = run(SpeculativeDecoder(llama(2)), PROMPTS, GREEDY, range(4))
+    for costs in (CHEAP, NEAR, DEAR):
+        for rows in ([0], [3], [0, 1, 2, 3]):
+            found = run(decoder(name, costs), [PROMPTS[r] for r in rows], GREEDY, rows)
+            assert [each.output_ids for each in found] == [alone[r].output_ids for r in rows]
+            assert all(sum(e.stats.chosen.values()) == e.stats.target_calls for e in found)
+
+
+@pytest.mark.usefixtures("wavering")
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_above_temperature_0_a_row_chooses_by_itself(name):
+    together = run(decoder(name), PROMPTS, SAMPLED, range(4))
+    again = run(decoder(name), PROMPTS, SAMPLED, range(4))
+    assert [e.output_ids for e in again] == [e.output_ids for e in together]
+    for row in range(4):
+        (alone,) = run(decoder(name), [PROMPTS[row]], SAMPLED, [row])
+        assert alone.output_ids == together[row].output_ids
+        assert alone.stats == together[row].stats
+    chosen = {name for each in together for name in each.stats.chosen}
+    assert len(chosen) > 1
+
+
+@pytest.mark.usefixtures("wavering")
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [("draft", None), ("draft", "exact"), ("eagle3", None), ("both", None), ("several", None)],
+)
+def test_outputs_follow_the_targets_law_while_choices_follow_the_text(name, verifier):
+    draws = 4000
+    made = decoder(name, verifier=verifier)
+    generators = [generator(1000 + row) for row in range(draws)]
+    batch = made.generate([[1, 3, 1, 3]] * draws, SAMPLED, 3, generators, eos_ids=())
+    assert len({name for row in batch.generations for name in row.stats.chosen}) > 1
+    counts = counts_of([row.output_ids for row in batch.generations], VOCAB)
+    exact = exact_distribution(llama(2), [1, 3, 1, 3], 3, SAMPLED)
+    assert chi_square(counts, exact, 1e-5) < 1
+
+
+def simulated(alpha, costs, steps, seed=0):
+    """Choices against a draft whose tokens stay with chance `alpha`, and the rate that results."""
+    random = torch.Generator().manual_seed(seed)
+    past = choosing.Past((0.5,))
+    prices = choosing.Prices(costs, choosing.menu(None, chains_only=False), 1)
+    names = []
+    tokens = seconds = 0.0
+    for _ in range(steps):
+        choice = past.choose(0, False, prices)
+        names.append(choice.name)
+        seconds += costs.step(choice.widths)
+        for depth, _ in enumerate(choice.widths):
+            stays = float(torch.rand(1, generator=random)) < alpha
+            past.draft.read(depth, float(stays))
+            if not stays:
+                past.draft.read_siblings(1.0, (0.1, 0.15, 0.2))
+                break
+            tokens += 1
+        tokens += 1
+    return names, tokens / seconds * costs.step(())
+
+
+def test_a_hopeless_draft_costs_next_to_nothing():
+    names, rate = simulated(0.02, NEAR, 400)
+    assert rate > 0.97 and names.count("no draft") > 370
+
+
+def test_a_good_draft_is_drafted_deep():
+    names, rate = simulated(0.9, CHEAP, 400)
+    _, best = simulated(0.9, CHEAP, 1)
+    assert len(set(names[-100:])) <= 2 and rate > 3
+
+
+def test_at_break_even_it_seldom_changes_its_mind():
+    """`chain:1` costs 1.35, and .35 of its tokens stay."""
+    names, rate = simulated(0.35, NEAR, 1000)
+    switches = sum(before != after for before, after in zip(names, names[1:], strict=False))
+    assert switches < 90 and rate > 0.97
+
+
+def test_a_cost_is_that_of_the_rows_and_of_the_levels():
+    seconds = {"alone": 1.0, "first": 1.5, "levels": 2.2, "wide": 2.8}
+    costs = fit(seconds | {f"rows:{count}": 1.0 + 0.1 * count for count in MORE_ROWS})
+    assert costs.step(()) == 1.0
+    assert costs.step((1,)) == pytest.approx(1.5)
+    assert costs.step((1, 1, 1)) == pytest.approx(2.2)
+    assert costs.step((4, 1)) == pytest.approx(2.8)
+    assert costs.step((1,) * 4, drafts=False) == pytest.approx(1.4)
+    assert costs.step((), rows=5) == pytest.approx(1.4)
+    assert relative_cost({"chain:1": 1, "no draft": 1, "lookup:4": 2}, costs) == pytest.approx(
+        1.325
+    )
+    assert relative_cost({}, costs) is None
+
+
+def test_costs_are_measured_for_every_kind_of_pair():
+    for name in ("draft", "medusa"):
+        costs = measure(llama(2), PROPOSERS[name](), SAMPLED, trees=True)
+        sizes = [costs.step((1,) * count) for count in range(4)]
+        assert sizes == sorted(sizes) and sizes[0] > 0
+    assert measure(llama(2), None, GREEDY, trees=True).first == 0
+
+
+def test_only_what_can_choose_is_asked_to():
+    index = SuffixIndex.build([[1, 2, 3]])
+    assert chooser(RetrievalProposer(index), llama(2), None, lambda s: NEAR, ()) is None
+    chains = chooser(PROPOSERS["draft"](), llama(2), None, lambda s: NEAR, ())
+    assert "kary:4" in map(name_of, chains.menu)
