@@ -67,7 +67,10 @@ TREES: dict[str, TreeKind] = {
         "opt:nodes=50,depth=10,gain=0.1",
     ),
     "auto": TreeKind(
-        "auto, auto:FILE", "as `draftsmith plan` chose", "arXiv 2402.12374", "auto:plan.json"
+        "auto, auto:FILE",
+        "the best at every step; or as `draftsmith plan` chose",
+        "arXiv 2510.20064",
+        "auto:plan.json",
     ),
 }
 

@@ -50,11 +50,11 @@ class DecodeConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions):
     """What drafts; --help=all lists them. Default: what --draft is, else none: the target alone."""
     tree: NotIdentity[Spec | None] = None
     """Tree to draft per step. 4 is chain:4; chain is as deep as the heads or block of a
-    draft. auto:FILE reads a plan of `draftsmith plan`, auto that of DRAFT/plan.json.
-    Default: chain:4 (fewer for fewer heads); lookahead has its own."""
+    draft. auto:FILE reads a plan of `draftsmith plan`. Default: auto, which chooses at every
+    step, or no draft, by what steps cost here and what was accepted; with --compile chain:4."""
     verifier: Named = None
     """Rule that says which drafted tokens stay. Default: speculative on a chain, mcsd on
-    a tree, specinfer for several drafts together, exact where nothing is drawn.
+    a tree and for auto, specinfer for several drafts together, exact where nothing is drawn.
     """
     datastore: Rare[NotIdentity[Prompts | None]] = None
     """For --proposer retrieval: a .jsonl, .parquet or .txt file, or hub dataset, of text to draft

@@ -16,6 +16,7 @@ from threading import Event, Thread, current_thread
 from typing import Annotated, Any, TypedDict, TypeVar, Unpack, overload
 
 from pydantic import BeforeValidator
+from transformers import PreTrainedModel
 
 from draftsmith.config import DecodeConfig
 from draftsmith.core.errors import InputError, check_keywords
@@ -54,6 +55,7 @@ from draftsmith.decode.propose.choosing import ChoosingProposer, chooser
 from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.verify import find_verifier
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, LoadedModels, draft_fingerprint, kind_of, load_models
 from draftsmith.kept_costs import kept_costs
 from draftsmith.outputs import Detokenizer, Output, Piece, cut_at_stop
@@ -371,7 +373,7 @@ class Pair:
         drafts = [self.drafts[name] for name in names]
         if isinstance(datastore, str):
             datastore = SuffixIndex.build(read_documents(datastore, self.tokenizer))
-        if chosen == "none" or planned_without_a_draft(tree):
+        if chosen == "none" or planned_without_a_draft(tree, self.target, drafts):
             if chosen == "none" and tree is not None:
                 raise InputError("tree: needs a proposer; add --draft or --proposer")
             return Decoding(self._decoder(verifier=verifier))
@@ -496,9 +498,22 @@ class Pair:
                 thread.join()
 
 
-def planned_without_a_draft(tree: object) -> bool:
-    """Whether `tree` is a plan (`auto:FILE`) by which the target alone is faster."""
+def planned_without_a_draft(tree: object, target: PreTrainedModel, drafts: Sequence[Draft]) -> bool:
+    """Whether `tree` is a plan (`auto:FILE`) by which the target alone is faster. Raise InputError
+    for the plan of another pair.
+    """
     if not isinstance(tree, str) or not tree.startswith("auto:"):
         return False
     plan = read_tree_file(tree.removeprefix("auto:"))
-    return isinstance(plan, dict) and plan.get("pays") is False
+    if not isinstance(plan, dict):
+        return False
+    here = {"target": fingerprint(target)}
+    if drafts:
+        here["draft"] = draft_fingerprint(drafts[0])
+    for what, row in plan.get("models", {}).items():
+        planned = row["fingerprint"].removeprefix(JOINED) if row["parameters"] else None
+        if planned != here.get(what):
+            raise InputError(
+                f"tree: {tree} was planned for another {what}, {row['name']}; plan for this pair"
+            )
+    return plan.get("pays") is False

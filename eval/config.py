@@ -85,8 +85,7 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Temperatures; the report leads with the highest."""
     tree: Trees = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
-    auto:FILE (a plan), auto (the plan.json of the first draft that is not the base), or none:
-    alpha and predictions only.
+    auto:FILE (a plan), or none: alpha and predictions only.
     """
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that
@@ -171,7 +170,7 @@ class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions)
     """Prompts like those that you will serve."""
     out: NotIdentity[OutFile | None] = None  # type: ignore[assignment]
     """The .json file to write; `--tree auto:FILE` of decode and eval reads it. Default: plan.json
-    in the draft's directory, which `--tree auto` reads.
+    in the draft's directory.
     """
     batch_size: AtLeast1 = 1
     """Rows that are decoded together when the plan is used."""

@@ -7,7 +7,6 @@ Imports no torch.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from glob import glob
-from pathlib import Path
 
 from draftsmith.core.errors import InputError, nearest
 from draftsmith.core.io import read_tree_file
@@ -141,13 +140,7 @@ def check(config: EvalConfig) -> EvalRequest:
     if base not in trained:
         why = "has no weights" if is_copying(first[base]) else "copies before it drafts"
         raise InputError(f"--base {base}: {why}; {nearest(base, trained)}")
-    planned = next((name for name in trained if name != base), base)
-    plan = Path(first[planned]) / "plan.json"
-    if "auto" in config.tree and not plan.is_file():
-        raise InputError(
-            f"--tree auto: {plan} is missing; `draftsmith plan` with this draft makes it"
-        )
-    trees = [f"auto:{plan}" if spec == "auto" else tree_spec(spec) for spec in config.tree]
+    trees = list(map(tree_spec, config.tree))
     asked = [] if trees == ["none"] else _methods(trees, config.verifier)
     methods = {name: methods_of(source, asked) for name, source in drafts.items()}
     ahead = [name for name, source in drafts.items() if is_lookahead(source)]

@@ -4,106 +4,25 @@ plan` itself.
 
 import json
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import MixtralConfig, MixtralForCausalLM
+from safetensors.torch import load_file, save_file
 
 from draftsmith.core.errors import RunError
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import SpeculativeDecoder, Tree, parse_tree
+from draftsmith.decode import Tree, parse_tree
 from draftsmith.decode.tree import DynamicTree
 from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.copying import CopyingDraft
-from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.planning.expected_tokens import JointRuns, kary_space
 from draftsmith.eval.planning.plan import _pays, plan
-from draftsmith.eval.planning.step_costs import CHAINS, fit, isotonic, shapes, time_shapes
 from draftsmith.eval.planning.tree_trials import Planner
 from draftsmith.eval.timing import records_steps
-from tests.tiny_models import redrawn, tiny_llama
-
-
-def _runs(chances):
-    """One text; `chances[k]` are those of rank k along it."""
-    array = np.array(chances)[None, :, None, :]
-    return JointRuns(array, np.array([array.shape[3]]))
-
-
-def test_values_of_nodes_are_means_of_products_along_the_text():
-    runs = _runs([[0.5, 1.0, 0.2, 0.4], [0.1, 0.0, 0.3, 0.6]])
-    assert runs.value((0,)) == pytest.approx((0.5 + 1.0 + 0.2 + 0.4) / 4)
-    # A run that begins at the last token has no second one.
-    assert runs.value((0, 0)) == pytest.approx((0.5 * 1.0 + 1.0 * 0.2 + 0.2 * 0.4) / 4)
-    assert runs.value((1, 0)) == pytest.approx((0.1 * 1.0 + 0.0 * 0.2 + 0.3 * 0.4) / 4)
-    tree = kary((2, 1))
-    paths = [(0,), (1,), (0, 0), (1, 0)]
-    assert runs.length(tree) == pytest.approx(1 + sum(map(runs.value, paths)))
-
-
-def test_grown_trees_are_the_best_of_their_size():
-    rng = np.random.default_rng(0)
-    first = rng.uniform(0.2, 0.9, 40)
-    runs = _runs([first.tolist(), ((1 - first) * 0.5).tolist(), ((1 - first) * 0.1).tolist()])
-    grown = runs.grow(6, 4)
-    assert [tree.size for tree in grown] == [1, 2, 3, 4, 5, 6]
-    assert all(a < b for a, b in pairwise(map(runs.length, grown)))
-    for tree in grown:
-        others = [each for each in kary_space(tree.size, 4, 3).values() if each.size == tree.size]
-        others += [kary((1,) * tree.size)] if tree.size <= 4 else []
-        assert all(runs.length(tree) >= runs.length(other) - 1e-12 for other in others)
-
-
-def test_the_space_of_k_ary_trees_is_mcsds():
-    space = kary_space(64, 16, 32)
-    assert {"kary:2", "kary:4,2,2", "kary:32", "kary:16,2", "kary:1,1,2"} <= space.keys()
-    assert "kary:3,2" not in space and "kary:1,1" not in space and "kary:32,2" not in space
-    assert all(tree.size <= 64 and not tree.is_chain for tree in space.values())
-    assert all(parse_tree(spec) == tree for spec, tree in list(space.items())[:50])
-    assert all(max(tree.widths) <= 4 for tree in kary_space(64, 16, 4).values())
-
-
-def test_costs_come_back_from_steps_that_were_made_of_them():
-    def verify(rows):
-        return 0.01 + 0.001 * rows
-
-    def step(tree):
-        if tree is None:
-            return 0.009
-        expanded = [0] * (tree.depth + 1)
-        for node, below in enumerate(tree.children):
-            if below and node:
-                expanded[tree.depths[node - 1]] += 1
-        return verify(1 + tree.size) + sum(0.002 + 0.0001 * width for width in expanded if width)
-
-    rounds = time_shapes(step, None, lambda: True)
-    assert {len(seconds) for seconds in rounds.values()} == {3}
-    assert {len(seconds) for seconds in time_shapes(step, None, lambda: False).values()} == {1}
-    costs = fit(rounds)
-    assert costs.alone == 0.009
-    for tree in (kary((1,) * 5), kary((4, 2, 1)), kary((2, 2)), Tree((-1, -1, 0))):
-        assert costs.step(tree) == pytest.approx(step(tree), rel=0.02)
-    assert costs.step(kary((1,) * 40)) == pytest.approx(step(kary((1,) * 40)), rel=0.02)
-    # Medusa's heads draft as deep as there are heads.
-    assert [max(tree.depth for tree in shapes(levels).values() if tree) for levels in (1, 2)] == [
-        1,
-        2,
-    ]
-
-
-def test_a_larger_tree_is_never_taken_to_be_cheaper_nor_a_step_than_the_target_alone():
-    assert isotonic({1: 3.0, 2: 1.0, 4: 2.0, 8: 5.0}) == {1: 2.0, 2: 2.0, 4: 2.0, 8: 5.0}
-    costs = fit(
-        {name: [0.02, 0.03, 0.01] for name in shapes(None)}
-        | {"rows:32": [0.001], "rows:64": [0.005]}
-    )
-    sizes = [costs.alone, *(costs.step(Tree((-1,) * n)) for n in (1, 8, 16, 32, 64, 100))]
-    assert sizes == sorted(sizes) and costs.step(kary((1,) * 9)) >= costs.step(kary((1,) * 3))
+from tests.tiny_models import tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -162,25 +81,26 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         temperature,
     ]
     words += ["--max_new_tokens", 6, "--prompt_tokens", 8]
-    door.refused("decode", *words, "--tree", "auto")
     out, _ = door.ok("plan", *words, *"--confirm_prompts 4 --json".split())
     plan = draft / "plan.json"
     summary, found = json.loads(out.splitlines()[-1]), json.loads(plan.read_text())
     assert summary["plan"] == str(plan) and summary["tree"] == found["tree"]
-    assert len(found["confirmed"]) == 4
+    assert len(found["confirmed"]) == (2 if busy else 4)
     assert [row["tree"] for row in found["confirmed"]][0] == "the target alone"
     rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
     assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
-    assert len(found["not_tried"]) == (6 if busy else 0)
-    assert {len(found["costs"]["rounds"][name]) for name in ("alone", "rows:8")} == (
-        {1} if busy else {3}
-    )
-    predicted = [row for row in found["candidates"] if row["tau"]]
-    assert len(predicted) == 20 and all(1 <= row["tau"]["value"] <= 65 for row in predicted)
+    assert bool(found["not_tried"]) == busy
+    assert found["costs"]["target"]["1"] > 0
     parsed = parse_tree(f"auto:{plan}", lambda path: json.loads(Path(path).read_text()))
     assert isinstance(parsed, Tree | DynamicTree) and parsed.size >= 1
-    out, err = door.ok("decode", *words, "--tree", "auto", "--json")
+    out, err = door.ok("decode", *words, "--tree", f"auto:{plan}", "--json")
+    other = shutil.copytree(draft_dir, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({key: 2 * weight for key, weight in weights.items()}, other / "model.safetensors")
+    words[words.index(draft)] = other
+    door.refused("decode", *words, "--tree", f"auto:{plan}")
+    words[words.index(other)] = draft
     if found["pays"] is False:
         assert "faster" in err
     else:
@@ -196,8 +116,9 @@ def test_a_plan_is_written_beside_the_draft_and_used(
         temperature,
     ]
     words += (
-        "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --bootstrap 100 --tree chain:1 auto"
+        "--max_new_tokens 6 --max_prompts 4 --speed_prompts 0 --bootstrap 100 --tree chain:1"
     ).split()
+    words.append(f"auto:{plan}")
     door.ok("eval", *words, "--out", tmp_path / "out")
     trees = [
         method["tree"]
@@ -210,7 +131,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     ("source", "options", "in_time", "trees", "skipped"),
     [
         ("prompt_lookup", "--draft prompt_lookup", True, 3, 0),
-        ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", False, 1, 13),
+        ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", False, 1, 18),
         ("retrieval:{store}", "--draft retrieval:{store}", True, 3, 0),
         ("lookahead", "--draft lookahead", True, 1, 0),
     ],
@@ -243,49 +164,10 @@ def test_what_copies_is_timed_not_predicted(
     out, _ = door.ok("plan", *common, *words, "--out", plan)
     golden(out, having="--tree")
     found = json.loads(plan.read_text())
-    assert all(row["tau"] is None for row in found["candidates"])
     assert len(found["candidates"]) == trees and len(found["confirmed"]) == 1 + trees
     assert len(found["not_tried"]) == skipped
     golden(out, having="few prompts")
     door.ok("decode", *common, *options.split(), "--tree", f"auto:{plan}")
-
-
-def test_a_mixture_costs_what_its_steps_took(monkeypatch):
-    """By a clock that ticks once for each expert that a forward reads."""
-    config = MixtralConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=16,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    target = redrawn(MixtralForCausalLM(config), 0.6)
-    ticks = [0.0]
-
-    def tick(module, args, output):
-        _, chosen, *_ = args
-        ticks[0] += len(chosen.unique())
-
-    for layer in target.model.layers:
-        layer.mlp.experts.register_forward_hook(tick)
-    monkeypatch.setattr(SpeculativeDecoder, "_clock", lambda self: ticks[0])
-    planner = Planner(
-        target=target,
-        draft=tiny_llama(1, 32),
-        prompts=[],
-        sampling=Sampling(temperature=0.0),
-        batch_size=1,
-        max_new_tokens=16,
-        seed=0,
-    )
-    text = Continuation("a", list(range(3, 9)), list(range(9, 15)))
-    verify_s = fit(planner.time_steps([text])).verify_s
-    assert verify_s[1] == 2 * 2  # two of a layer's experts
-    assert 1.3 * verify_s[1] < verify_s[2] < verify_s[5] < verify_s[17] <= 2 * 16
 
 
 @pytest.mark.parametrize(
@@ -341,12 +223,3 @@ def test_a_plan_times_the_steps_that_are_served(
     )
     shapes_timed: list[Tree | None] = [None, kary((2, 1))]
     assert [planner.decoder(shape).compile for shape in shapes_timed] == ["eager", "eager"]
-
-
-def test_a_pair_that_takes_chains_only_is_timed_on_whole_chains():
-    """Their steps hold the drafting, and going back behind what was refused."""
-    assert list(shapes(None, trees_fit=False)) == ["alone", *[f"whole:{n}" for n in CHAINS]]
-    assert list(shapes(3, trees_fit=False)) == ["alone", "whole:1", "whole:2", "whole:3"]
-    seconds = {"alone": [1.0], "whole:1": [1.5], "whole:2": [2.0], "whole:4": [3.5]}
-    costs = fit(seconds)
-    assert [costs.step(kary((1,) * n)) for n in (1, 2, 3, 4, 6)] == [1.5, 2.0, 2.75, 3.5, 5.0]

@@ -259,8 +259,8 @@ def _plan(config: "PlanConfig", command: str) -> CommandResult:
         "confirmed",
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
-    tree = "auto" if config.out is None else f"auto:{config.out}"
-    options = decode_options(document["models"]["draft"], tree, document["compile"])
+    recorded = document["compile"]
+    options = decode_options(document["models"]["draft"], f"auto:{config.file}", recorded)
     # What copies is named; the draft of the plan need not be.
     how = shlex.join(options if copies_first(config.draft) else options[2:])
     return CommandResult(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
