@@ -139,7 +139,8 @@ def test_type_checkers_see_names_and_types(pair: Pair, golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "spec"), [(3, "chain:3"), ("3", "chain:3"), ((3, 2), "kary:3,2"), ("chain", None)]
+    ("short", "spec"),
+    [(3, "chain:3"), ("3", "chain:3"), ((3, 2), "kary:3,2"), ("chain", "chain:4")],
 )
 def test_a_tree_may_be_written_short(pair, short, spec):
     outputs = [pair.generate("The quick", tree=tree, max_new_tokens=8) for tree in (short, spec)]
@@ -220,6 +221,7 @@ def test_pieces_come_as_they_are_decoded_and_are_the_text(pair, golden):
         "max_new_tokens": 24,
         "seed": 3,
         "ignore_eos": True,
+        "tree": "chain:4",
     }
     out, pieces = pair.generate("The quick", **options), list(pair.stream("The quick", **options))
     assert "".join(pieces) == out.text and len(pieces) > 5
@@ -460,7 +462,7 @@ def test_drafts_are_chosen_by_name(target_dir, draft_dir, other_vocabulary_dir, 
     together = several.decoding()
     assert together.method is not None and together.method.verifier == "specinfer"
     alone = several.decoding(draft="a")
-    assert alone.method is not None and alone.method.verifier == "speculative"
+    assert alone.method is not None and alone.method.verifier == "mcsd"
     assert several.decoding(draft="a") is alone
     for chosen in (None, "a", ["b"]):
         assert (
