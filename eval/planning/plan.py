@@ -31,7 +31,7 @@ from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
 from draftsmith.eval.method import OWN_TREE
-from draftsmith.eval.planning.tree_trials import LIMIT_S, Candidate, Planner
+from draftsmith.eval.planning.tree_trials import Candidate, Planner
 from draftsmith.eval.schema import Estimate
 from draftsmith.eval.timing import records_steps
 
