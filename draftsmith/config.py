@@ -166,8 +166,8 @@ class InitConfig(TargetOptions, PromptOptions, RunOptions):
 
 @options
 class ServedConfig(TargetOptions, PromptOptions):
-    """Compare the acceptance that a running server counts with the predicted one; exit code 3 if it
-    is less.
+    """Measure a running server: settings, texts, acceptance at load; exit code 3 unless it is as
+    predicted.
     """
 
     target: Model
@@ -184,6 +184,8 @@ class ServedConfig(TargetOptions, PromptOptions):
     """
     max_new_tokens: AtLeast1 = 128
     """The longest answer, in tokens."""
+    concurrency: list[AtLeast1] = field(default_factory=list)
+    """Ask also so many prompts at once."""
     draft_sample_method: Rare[Literal["greedy", "probabilistic"] | None] = None
     """How vLLM was told to draft. Default: what its /server_info tells, else the better one."""
     rejection_sample_method: Rare[Literal["standard", "block"] | None] = None

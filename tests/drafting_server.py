@@ -2,12 +2,17 @@
 do.
 """
 
+import itertools
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 import draftsmith as ds
 from tests.serving import JsonHandler, running
@@ -18,7 +23,9 @@ PLACES = [f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}' for 
 @dataclass
 class Drafting:
     """What is served, and its mistakes. temperature: of requests that give none. counts: of
-    /metrics, by line.
+    /metrics, by line. texts: whose tokens are answered, `draft` or `random`. accepts: how many
+    drafts each step is said to accept, in turn. loses: share of the accepted drafts that is lost
+    while another request is in flight. told: by /server_info.
     """
 
     engine: str
@@ -30,6 +37,13 @@ class Drafting:
     tokens: int = 3
     others: int = 0
     per_request: bool = False
+    texts: str = ""
+    accepts: Sequence[int] = ()
+    loses: float = 0.0
+    told: dict[str, Any] = field(default_factory=dict)
+    active: int = 0
+    most_active: int = 0
+    lock: Any = field(default_factory=threading.Lock)
     counts: dict[str, int] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -44,11 +58,23 @@ class Drafting:
                 for key, value in self.counts.items()
             ]
             return "# HELP counts\n" + "\n".join(lines) + "\n"
+        if path.startswith("/server_info"):
+            return self.told
         return {"speculative_num_steps": self.tokens, "speculative_eagle_topk": 1}
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The reply to a POST."""
-        self.bodies.append(body)
+        with self.lock:
+            self.bodies.append(body)
+            self.active += 1
+            self.most_active = max(self.most_active, self.active)
+        try:
+            return self._answer(path, body)
+        finally:
+            with self.lock:
+                self.active -= 1
+
+    def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == "/apply-template":
             return {"prompt": self.template.format(messages=body["messages"][-1]["content"])}
         if path == "/tokenize":
@@ -74,6 +100,33 @@ class Drafting:
             self.memory[key] = self._generated(prompt, most, how)
         first, rest = self.memory[key]
         ids, stats = first + rest.output_ids, rest.stats
+        if self.texts or self.accepts or (self.loses and self.active > 1):
+            stats = self._counted(stats, len(ids) - 1)
+        with self.lock:
+            return self._reply(prompt, ids, stats, how)
+
+    def _counted(self, stats: Any, tokens: int) -> Any:
+        """Counts of steps that accept something else than was accepted."""
+        reached = [stats.target_calls, *stats.accepted_by_depth, *[0] * self.tokens]
+        steps: list[int] = []
+        if self.loses:
+            for accepted in range(self.tokens + 1):
+                steps += [accepted] * (reached[accepted] - reached[accepted + 1])
+            lost = [round(accepted * self.loses + 0.01) for accepted in steps]
+            steps = [accepted - less for accepted, less in zip(steps, lost, strict=True)]
+            steps += [0] * sum(lost)
+        else:
+            turns = itertools.cycle(self.accepts or [self.tokens])
+            while len(steps) + sum(steps) < tokens:
+                steps.append(next(turns))
+        return SimpleNamespace(
+            target_calls=len(steps),
+            proposed=self.tokens * len(steps),
+            accepted=sum(steps),
+            accepted_by_depth=[sum(n > at for n in steps) for at in range(self.tokens)],
+        )
+
+    def _reply(self, prompt: list[int], ids: list[int], stats: Any, how: dict[str, Any]) -> Any:
         if self.speculates:
             by_depth = [*stats.accepted_by_depth, *[0] * self.tokens]
             values = [stats.target_calls + self.others, stats.proposed, stats.accepted, *by_depth]
@@ -87,7 +140,7 @@ class Drafting:
                 self.counts[name] = self.counts.get(name, 0) + value
         # llama.cpp drafts no token that could not be emitted, so that every call emits one token of
         # its own.
-        accepted = len(rest.output_ids) - stats.target_calls
+        accepted = len(ids) - 1 - stats.target_calls
         drafted = (
             {"draft_n": stats.proposed, "draft_n_accepted": accepted} if self.speculates else {}
         )
@@ -126,7 +179,27 @@ class Drafting:
             max_new_tokens=most - 1,
             **how,
         )
+        ids = rest.output_ids
+        if self.texts == "random":
+            random = torch.Generator().manual_seed(len(self.bodies))
+            ids = torch.randint(3, 99, (most - 1,), generator=random).tolist()
+        if self.texts == "draft":
+            draft: Any = self.pair.drafts["draft"]
+            ids = continued(draft, prompt + first, most - 1, how["temperature"])
+        rest = replace(rest, output_ids=ids)
         return first, rest
+
+
+@torch.no_grad()
+def continued(model: Any, ids: list[int], tokens: int, temperature: float) -> list[int]:
+    """Tokens of a model alone, by a loop of its own."""
+    random = torch.Generator().manual_seed(sum(ids))
+    text = list(ids)
+    for _ in range(tokens):
+        logits = model(torch.tensor([text])).logits[0, -1]
+        chances = (logits / (temperature or 1e-4)).softmax(0)
+        text.append(int(chances.multinomial(1, generator=random)))
+    return text[len(ids) :]
 
 
 @contextmanager

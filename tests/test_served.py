@@ -2,29 +2,25 @@
 named.
 """
 
-import copy
 import json
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, partial
-from types import SimpleNamespace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import draftsmith as ds
 from benchmarks.lib.engines import llama_server, vllm_server
-from draftsmith.serving.acceptance import _rule
 from draftsmith.serving.report import in_words
 from draftsmith.serving.running_server import count_steps
 from draftsmith.train.config import HeadOptions, Optim
 from tests.conftest import ROOT, SENTENCES, tiny_tokenizer
-from tests.drafting_server import PLACES, drafting
+from tests.drafting_server import PLACES, Drafting, drafting
 from tests.openvino_ir import engine
-from tests.tiny_models import near, redrawn, tiny_llama
+from tests.tiny_models import near, redrawn
 
 TOKENS = 32
 SLOW = pytest.mark.slow
@@ -35,7 +31,7 @@ CHATML = (
 )
 
 
-def save(path, model):
+def save(path: Path, model: LlamaForCausalLM) -> str:
     model.save_pretrained(path)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHATML
@@ -121,7 +117,9 @@ def head(tmp_path_factory):
     return path
 
 
-def ask(place, url, draft="lm", prompts="prompts", **options):
+def ask(
+    place: Path, url: str, draft: str = "lm", prompts: str = "prompts", **options: Any
+) -> dict[str, Any]:
     options |= {
         "max_new_tokens": TOKENS,
         "device": "cpu",
@@ -130,10 +128,15 @@ def ask(place, url, draft="lm", prompts="prompts", **options):
     return ds.served(target=str(place / "target"), draft=str(place / draft), served=url, **options)
 
 
-def pair_of(place, draft="lm"):
+def pair_of(place: Path, draft: str = "lm") -> ds.Pair:
     return ds.load_pair(
         str(place / "target"), draft={"draft": str(place / draft)}, device="cpu", fast=False
     )
+
+
+def judged(found: dict[str, Any]) -> tuple[str, str]:
+    """The judgement, and what is said of it first."""
+    return found["judgement"], "".join(found["because"][:1])
 
 
 @pytest.mark.parametrize(
@@ -144,23 +147,20 @@ def test_a_server_that_drafts_as_asked_is_as_predicted(place, engine, temperatur
     """vLLM counts what sampled drafts get accepted; the others draft greedily."""
     verifier = "naive" if engine != "vllm" and temperature else None
     with drafting(engine, pair_of(place), verifier=verifier) as (url, server):
-        found = ask(place, url, temperature=temperature)
-    assert found["verdict"] == "as predicted" and found["own_texts"] and not found["tried"], found
-    assert found["other_texts"] == []
+        found = ask(place, url, temperature=temperature, concurrency=[4])
+    assert judged(found) == ("as predicted", "") and not found["replays"], found["acceptance"]
     assert found["draft_tokens"] == 3 and found["prompts"] == 12
-    served, predicted = found["served"], found["predicted"]
+    loads = [row for row in found["acceptance"] if "tokens/s" in row]
+    assert len(loads) == 3
+    assert temperature == 0 or server.most_active > 1
     if temperature == 0:
-        assert (
-            served["tokens_per_call"] == predicted["tokens_per_call"]
-            and served["tokens_per_call"]["value"] > 1.3
-        )
+        assert all(row["served"]["value"] == row["predicted"]["value"] > 1.3 for row in loads)
         assert all(body.get("sampling_params", body)["temperature"] == 0 for body in server.bodies)
-    assert (served["by_depth"] is None) == (engine == "sglang")
+    position = next(row for row in found["acceptance"] if row["of"].startswith("position 1"))
+    assert (position["served"]["value"] is None) == (engine == "sglang")
     lines, missed = in_words(found)
     assert missed is None and lines[-1] == "as predicted"
-    assert found["other_target"] is None
-    lines, _ = in_words(found | {"other_target": "draft lm was trained for other target weights"})
-    assert lines[-2:] == ["suspect: draft lm was trained for other target weights", "as predicted"]
+    assert {"settings", "texts", "acceptance"} < {line.split("  ")[0] for line in lines}
 
 
 @pytest.mark.slow
@@ -169,129 +169,117 @@ def test_an_answer_asked_for_ten_times_is_one(place):
     (place / "repeated.jsonl").write_text("\n".join(rows * 4))
     with drafting("vllm", pair_of(place)) as (url, _):
         found = ask(place, url, prompts="repeated", temperature=0)
-    assert found["prompts"] == 12 and found["prompt_groups"] == [0, 1, 2] * 4
-    assert found["served"]["tokens_per_call"]["n"] == found["predicted"]["by_depth"][0]["n"] == 3
-    lines, _ = in_words(found)
-    assert any("9 of 12 prompts repeat others" in line for line in lines)
+    assert found["prompts"] == 12 and found["acceptance"][0]["served"]["n"] == 3
 
 
-def earlier_layers(pair, draft):
+def earlier_layers(pair: ds.Pair, draft: Any) -> None:
     draft.hidden_layers = tuple(layer - 1 for layer in draft.hidden_layers)
 
 
-def unmapped(pair, draft):
+def unmapped(pair: ds.Pair, draft: Any) -> None:
     draft.target_ids_D = torch.arange(len(draft.d2t))
 
 
-def other_residual(pair, draft):
-    draft.midlayer.norm_before_residual = True
-
-
-def plain_rope(pair, draft):
-    config = copy.deepcopy(draft.config)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    draft.model.rotary_emb = type(draft.model.rotary_emb)(config)
-
-
-def plain_rope_of_the_target(pair, draft):
-    plain_rope(pair, pair.target)
-
-
-def four_bits(pair, draft):
-    """As llama.cpp's Q4_0: 32 weights share a scale, and the largest of them is -8."""
-    for name, module in pair.target.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            for row in module.weight.data:
-                for block in row.split(32):
-                    scale = float(block[block.abs().argmax()]) / -8
-                    block.copy_(torch.floor(block / scale + 8.5).clamp(0, 15).sub(8) * scale)
-
-
-PLANTED: dict[str, tuple[Callable[..., None], str]] = {
-    "rope of the draft": (plain_rope, "theta and scaling dropped"),
-    "rope of the target": (plain_rope_of_the_target, "theta and scaling dropped"),
-    "rounding of the target": (four_bits, "four bits (Q4_0)"),
-}
-PLANTED_IN_HEADS: dict[str, tuple[Callable[..., None], str]] = {
-    "auxiliary layers": (earlier_layers, "one earlier"),
-    "vocabulary map": (unmapped, "not applied"),
-    "norm_before_residual": (other_residual, "taken as true"),
-}
-
-
-@pytest.mark.parametrize("cause", [pytest.param(cause, marks=SLOW) for cause in PLANTED])
-def test_a_planted_cause_is_named(place, cause):
-    named(place, "lm", cause, *PLANTED[cause])
-
-
 @SLOW
-@pytest.mark.parametrize("cause", PLANTED_IN_HEADS)
-def test_a_cause_that_is_planted_in_a_head_is_named(head, cause):
-    named(head, "eagle3", cause, *PLANTED_IN_HEADS[cause])
-
-
-def named(place, draft, cause, plant, detail):
-    pair = pair_of(place, draft)
+@pytest.mark.parametrize(
+    ("plant", "change"),
+    [
+        (earlier_layers, "auxiliary layers: one earlier"),
+        (unmapped, "vocabulary map: not applied"),
+    ],
+)
+def test_a_head_that_an_engine_reads_otherwise_is_named(head, plant, change):
+    pair = pair_of(head, "eagle3")
     plant(pair, pair.drafts["draft"])
     with drafting("vllm", pair) as (url, _):
-        found = ask(place, url, draft, temperature=0)
-    assert found["cause"] == f"{cause}: {detail}", found["tried"]
-    assert found["tried"][0]["misfit"] < 0.01
+        found = ask(head, url, "eagle3", temperature=0)
+    assert found["judgement"] == "less"
+    assert change in [row["of"] for row in found["replays"] if row["fits"]], found["replays"]
 
 
 @pytest.mark.slow
 def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
-    pair = pair_of(place)
-    plain_rope(pair, pair.drafts["draft"])
-    with drafting("llamacpp", pair) as (url, _):
-        words = (
-            f"--target {place}/target --draft {place}/lm --served {url} --prompts "
-            f"{place}/prompts.jsonl"
-        )
-        words += " --temperature 0 --max_new_tokens 32 --device cpu --json"
-        code, out, err = door("doctor", *words.split())
+    """Two of three requests find another in flight, and half of their drafts are lost."""
+    with drafting("vllm", pair_of(place), per_request=True, loses=0.5) as (url, _):
+        words = f"--target {place}/target --draft {place}/lm --served {url} --temperature 1 --json"
+        words += f" --prompts {place}/prompts.jsonl --max_new_tokens {TOKENS} --device cpu"
+        code, out, _ = door("doctor", *words.split(), "--concurrency", 2)
     found = json.loads(out.splitlines()[-1])
-    assert code == 3 and found["cause"] == "rope of the draft: theta and scaling dropped"
-    assert (
-        f"less than predicted; likely cause: {found['cause']}; give the draft's rope_theta" in err
-    )
+    assert code == 3 and found["judgement"] == "less" and "2 at once" in found["because"][0]
 
 
 @SLOW
 def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
     with drafting("vllm", pair_of(place), verifier="naive") as (url, _):
         found = ask(place, url, temperature=1)
-    assert found["verdict"] == "less than predicted" and found["cause"].startswith(
-        "greedy draft"
-    ), found
+    assert found["judgement"] == "less" and "greedy draft" in found["because"][-1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "rule"),
-    [("vllm", ", and a greedy draft"), ("llamacpp", "")],
-)
-def test_the_server_s_own_temperature_is_named(place, engine, rule):
-    with drafting(engine, pair_of(place), verifier="naive", temperature=0.7) as (url, server):
+def test_the_server_s_own_temperature_differs(place):
+    with drafting("llamacpp", pair_of(place), verifier="naive", temperature=0.7) as (url, server):
         found = ask(place, url)
-    assert found["cause"] == f"sampling: temperature 0.7{rule}" and not found["own_texts"], found[
-        "tried"
-    ]
+    judgement, first = judged(found)
+    assert judgement == "not this target's texts" and first.startswith("sampling: temperature 0.7")
     assert all("temperature" not in body for body in server.bodies)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["vllm", "llamacpp"])
-def test_another_chat_template_is_named(place, engine):
+def test_another_chat_template_differs(place, engine):
     with drafting(engine, pair_of(place), template="Q: {messages}\nA:") as (url, _):
         found = ask(place, url, prompts="chats", temperature=0)
-    assert (
-        found["cause"] == "chat template: 12 of 12 prompts have other tokens there"
-        and not found["own_texts"]
-    ), found
+    judgement, first = judged(found)
+    assert judgement == "not this target's texts" and first.startswith("prompts: 12 of 12 ")
 
 
-def count_greedy(server, guess, ids):
+TOLD = "vllm_config.speculative_config."
+
+
+@pytest.mark.parametrize(
+    ("told", "judgement", "first"),
+    [
+        ({"method": "ngram"}, "less", "method: ngram there"),
+        ({"rejection_sample_method": "synthetic"}, "cannot tell", "rule: synthetic there"),
+    ],
+)
+def test_what_a_server_says_differs_before_any_guess(place, told, judgement, first):
+    """Both accept nothing."""
+    said = {"vllm_config": {"speculative_config": told}}
+    with drafting("vllm", pair_of(place), accepts=[0, 0, 0], told=said) as (url, _):
+        found = ask(place, url, temperature=0)
+    assert found["judgement"] == judgement and found["because"][0].startswith(first)
+    assert not any(row["fits"] for row in found["replays"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "judgement"),
+    [({"accepts": [3, 3, 3]}, "more"), ({"accepts": [0, 0, 0]}, "less")],
+)
+def test_acceptance_that_no_draft_has(place, fault, judgement):
+    with drafting("vllm", pair_of(place), **fault) as (url, _):
+        found = ask(place, url, temperature=0)
+    assert found["judgement"] == judgement
+    assert not any(row["fits"] for row in found["replays"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("source", ["draft", "random"])
+def test_texts_of_others(place, source, temperature):
+    """Tokens of the draft that nothing verified; and of nobody."""
+    with drafting("vllm", pair_of(place), texts=source) as (url, _):
+        found = ask(place, url, temperature=temperature)
+    judgement, first = judged(found)
+    assert judgement == "not this target's texts"
+    assert temperature or found["texts"][-1]["value"] >= 10
+    if source == "draft":
+        assert found["texts"][0]["text"] == "draft's share" and "draft's own" in first
+        assert found["texts"][0]["value"]["value"] > 0.8
+    lines, missed = in_words(found)
+    assert missed is not None and str(missed).startswith(judgement)
+
+
+def count_greedy(server: Drafting, guess: Callable[[list[int]], int], ids: list[int]) -> None:
     """Count an answer with three greedy drafts a step, by a loop of its own."""
     calls, accepted, at = 0, [0] * 3, 1
     while at < len(ids):
@@ -308,85 +296,6 @@ def count_greedy(server, guess, ids):
         server.counts[name] = server.counts.get(name, 0) + value
 
 
-@pytest.mark.parametrize(
-    ("kind", "value", "temperature"),
-    [
-        pytest.param("repetition", 1.2, 0.0, marks=SLOW),
-        pytest.param("presence", 1.0, 0.0, marks=SLOW),
-        pytest.param("frequency", 0.5, 0.0, marks=SLOW),
-    ],
-)
-def test_a_penalty_is_named(place, monkeypatch, kind, value, temperature):
-    pair = pair_of(place)
-    draft: Any = pair.drafts["draft"]
-    random = torch.Generator().manual_seed(1)
-
-    @cache
-    @torch.no_grad()
-    def answer(prompt, most):
-        ids: list[int] = []
-        for _ in range(most):
-            logits = pair.target(torch.tensor([[*prompt, *ids]])).logits[0, -1]
-            for token in {*prompt, *ids} if kind == "repetition" else set(ids):
-                own = float(logits[token])
-                if kind == "repetition":
-                    own = own / value if own > 0 else own * value
-                else:
-                    own -= value * (1 if kind == "presence" else ids.count(token))
-                logits[token] = own
-            chances = (logits / (temperature or 1e-4)).softmax(0)
-            ids.append(int(chances.multinomial(1, generator=random)))
-        return ids
-
-    def penalised(path, body):
-        prompt: list[int] = body["prompt"]
-        ids = answer(tuple(prompt), body["max_tokens"])
-
-        @torch.no_grad()
-        def guess(text):
-            return int(draft(torch.tensor([prompt + text])).logits[0, -1].argmax())
-
-        count_greedy(server, guess, ids)
-        return {
-            "prompt_token_ids": prompt,
-            "choices": [{"token_ids": ids, "finish_reason": "length"}],
-        }
-
-    with drafting("vllm", pair) as (url, server):
-        monkeypatch.setattr(server, "post", penalised)
-        found = ask(place, url, temperature=temperature)
-    rule = ", and a greedy draft" if temperature else ""
-    assert found["cause"] == f"penalty: {kind} penalty {value:g}{rule}", found["tried"]
-
-
-def test_the_prediction_goes_by_the_servers_own_rule(monkeypatch):
-    pair: Any = SimpleNamespace(drafts={"draft": tiny_llama(0)})
-    config = ds.ServedConfig(target="t", draft="d", served="http://a", prompts="p.jsonl")
-
-    def rule(engine, told, **options):
-        server: Any = SimpleNamespace(engine=engine)
-        return _rule(server, pair, replace(config, **options), told)
-
-    spoken = "vllm_config.speculative_config."
-    probabilistic = {f"{spoken}draft_sample_method": "probabilistic"}
-    block = probabilistic | {f"{spoken}rejection_sample_method": "block"}
-    assert rule("vllm", {}) == rule("vllm", probabilistic) == "speculative"
-    assert rule("vllm", block) == "block"
-    assert rule("vllm", block, draft_sample_method="greedy") == "naive"
-    assert rule("vllm", probabilistic, rejection_sample_method="block") == "block"
-    assert rule("sglang", {}) == "naive"
-    with pytest.raises(ds.InputError, match="draft_sample_method: is vLLM's; this is llama.cpp"):
-        rule("llamacpp", {}, draft_sample_method="greedy")
-    # vLLM 0.32: its proposer for Medusa knows no setting; those for block drafts know all.
-    for kind, rules in {
-        "medusa": ["naive"] * 3,
-        "dflash": ["speculative", "naive", "block"],
-    }.items():
-        monkeypatch.setattr("draftsmith.serving.acceptance.kind_of", lambda _, kind=kind: kind)
-        greedy = rule("vllm", {}, draft_sample_method="greedy")
-        assert [rule("vllm", {}), greedy, rule("vllm", block)] == rules
-
-
 @SLOW
 def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     """As after a prefix cache that holds the target's keys alone; the counts are of a loop of their
@@ -395,14 +304,14 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
     pair = pair_of(place)
     draft: Any = pair.drafts["draft"]
 
-    def guess(prompt, text):
+    def guess(prompt: list[int], text: list[int]) -> int:
         places = torch.arange(len(prompt), len(prompt) + len(text))[None]
         return int(draft(torch.tensor([text]), position_ids=places).logits[0, -1].argmax())
 
     with drafting("vllm", pair) as (url, server):
         post = server.post
 
-        def forgetful(path, body):
+        def forgetful(path: str, body: dict[str, Any]) -> dict[str, Any]:
             server.counts, before = {}, server.counts
             reply = post(path, body)
             server.counts = before
@@ -411,47 +320,17 @@ def test_a_draft_that_has_not_read_the_prompt_is_named(place, monkeypatch):
 
         monkeypatch.setattr(server, "post", forgetful)
         found = ask(place, url, temperature=0)
-    assert found["cause"] == "prefix cache: the draft has not read the prompt", found
-
-
-def test_greedy_answers_that_change_are_told_whatever_the_verdict(place, monkeypatch):
-    """Two answers end in another token, which is too little to doubt the texts."""
-    pair = pair_of(place)
-    with drafting("vllm", pair) as (url, server):
-        generated = server._generated
-        prompts: list[list[int]] = []
-
-        def changed(prompt, most, how):
-            first, rest = generated(prompt, most, how)
-            if most == TOKENS and prompt not in prompts:
-                prompts.append(prompt)
-            if prompt in prompts[1:3]:
-                *kept, last = rest.output_ids
-                rest = replace(rest, output_ids=[*kept, last ^ 1])
-            return first, rest
-
-        monkeypatch.setattr(server, "_generated", changed)
-        found = ask(place, url, temperature=0)
-    assert found["verdict"] == "as predicted" and found["own_texts"], found["likelihood"]
-    lengths = sorted(map(len, prompts[1:3]))
-    others = sorted(found["other_texts"], key=lambda other: other["prompt_tokens"])
-    assert [other["prompt_tokens"] for other in others] == lengths
-    assert {other["token"] for other in others} == {TOKENS}
-    lines, missed = in_words(found)
-    assert missed is None and lines[-1] == "as predicted"
-    line = f"greedy answers: 2 of 12 are not the target's own, first at token {TOKENS} of row "
-    assert lines[-2].startswith(f"{line}{others[0]['row']} ({lengths[0]} tokens of prompt); ")
+    assert found["judgement"] == "less"
+    fits = [row["of"] for row in found["replays"] if row["fits"]]
+    assert "prompt: the draft has not read it" in fits, found["replays"]
 
 
 @SLOW
-def test_an_unknown_cause_is_not_made_up(place):
-    """The server's draft is another one."""
+def test_another_draft_is_accepted_less(place):
     save(place / "other", near(LlamaForCausalLM.from_pretrained(place / "lm"), 0.15, seed=9))
     with drafting("vllm", pair_of(place, "other")) as (url, _):
         found = ask(place, url, temperature=0)
-    assert found["verdict"] == "less than predicted" and found["cause"] is None
-    lines, missed = in_words(found)
-    assert missed is not None and "no suspect fits, the closest is" in str(missed)
+    assert found["judgement"] == "less"
 
 
 @pytest.mark.parametrize(
@@ -483,8 +362,7 @@ def test_a_server_that_cannot_be_compared_says_so(place, engine, mistake, messag
 def test_counts_of_each_request_tolerate_other_traffic(place):
     with drafting("vllm", pair_of(place), per_request=True, others=50) as (url, _):
         found = ask(place, url, temperature=0)
-    assert found["verdict"] == "as predicted" and found["draft_tokens"] == 3
-    assert found["served"]["tokens_per_call"] == found["predicted"]["tokens_per_call"]
+    assert found["judgement"] == "as predicted" and found["draft_tokens"] == 3
 
 
 def test_tokens_that_vllm_accepted_behind_the_end_are_not_counted():
@@ -539,15 +417,17 @@ def test_llama_server_as_predicted_and_at_its_own_sampling(tmp_path):
         "--metrics",
     ]
     words += (
-        "-c 512 -np 1 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple"
+        "-c 4096 -np 8 -t 1 -fa off -ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-type draft-simple"
     ).split()
     with llama_server(server, words) as port:
-        greedy = ask(tmp_path, f"http://127.0.0.1:{port}", "base", temperature=0)
+        greedy = ask(
+            tmp_path, f"http://127.0.0.1:{port}", "base", temperature=0, concurrency=[4, 8]
+        )
         left = ask(tmp_path, f"http://127.0.0.1:{port}", "base")
-    assert greedy["difference"]["value"] == 0 and not greedy["tried"]
-    assert left["cause"] == "sampling: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05", left[
-        "tried"
-    ]
+    loads = [row for row in greedy["acceptance"] if "tokens/s" in row]
+    assert len(loads) == 4 and greedy["judgement"] == "as predicted"
+    assert loads[0]["difference"]["value"] == 0
+    assert left["because"][0].startswith("sampling: temperature 0.8, repeat_penalty 1, ")
 
 
 @pytest.mark.engines
@@ -580,7 +460,5 @@ def test_vllm_with_a_head_that_reads_the_layers_below_its_own(head, tmp_path, mo
         "float32",
     ]
     with vllm_server(python, [*words, "--max-model-len", "256", "--max-num-seqs", "4"]) as port:
-        found = ask(head, f"http://127.0.0.1:{port}", "eagle3", temperature=0)
-    assert (
-        found["cause"] == "auxiliary layers: one earlier" and found["tried"][0]["misfit"] < 0.02
-    ), found["tried"]
+        found = ask(head, f"http://127.0.0.1:{port}", "eagle3", temperature=0, concurrency=[4])
+    assert found["judgement"] == "less" and "one earlier" in found["because"][-1], found["replays"]

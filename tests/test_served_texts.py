@@ -59,7 +59,7 @@ def test_what_a_row_asks_of_the_template_is_in_the_request(completion):
         server = RunningServer(url)
         for given in (arguments, {}):
             prompt = Prompt("p", "d", (5,), chat=Chat(turns, None, given))
-            server.answer(prompt, completion, states_sampling=True)
+            server.answers([prompt], completion, True)[0]
     asked, plain = bodies
     assert asked["messages"] == list(turns) and asked["chat_template_kwargs"] == arguments
     assert (asked["reasoning_effort"], asked["continue_final_message"]) == ("high", True)
@@ -85,7 +85,7 @@ def test_what_a_server_tells_is_kept_without_secrets(monkeypatch):
             self.send(200, {"data": [listed]} if self.path == "/v1/models" else told)
 
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as served:
-        facts = RunningServer(f"http://127.0.0.1:{served.server_address[1]}").facts()
+        facts = RunningServer(f"http://127.0.0.1:{served.server_address[1]}").facts
     assert facts["build_info"] == "b8681-Debian" and facts["model.meta.n_ctx_train"] == 9
     assert facts["default_generation_settings.n_ctx"] == 512
     assert len(facts["chat_template"]) < 100 and KEY not in str(facts)
@@ -96,7 +96,7 @@ def test_what_a_server_tells_is_kept_without_secrets(monkeypatch):
 
 def test_a_server_without_these_addresses_tells_its_model():
     with replying(lambda handler, body: None) as url:
-        assert RunningServer(url).facts() == {"model.id": "target"}
+        assert RunningServer(url).facts == {"model.id": "target"}
 
 
 def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
@@ -128,7 +128,7 @@ def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
     with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as served:
         server = RunningServer(f"http://127.0.0.1:{served.server_address[1]}")
         prompt = Prompt("p", "d", (5, 6, 7, 8, 9))
-        answer = server.answer(prompt, completion, states_sampling=True)
+        (answer,) = server.answers([prompt], completion, True)
     # Two steps emit five tokens, and four more steps one token each.
     assert (answer.calls, answer.drafted) == (6, 6)
     assert answer.accepted_by_depth == [2, 1, 0] and answer.reached_by_depth == [2, 2, 1]
@@ -143,5 +143,5 @@ def test_a_server_that_repeats_the_key(completion, monkeypatch):
 
     prompt = Prompt("p", "d", (5,))
     with replying(refuses) as url, pytest.raises(InputError, match="400 .* is unknown") as error:
-        RunningServer(url).answer(prompt, completion, states_sampling=True)
+        RunningServer(url).answers([prompt], completion, True)
     assert not any(each in str(error.value) for each in (*spelled, KEY[:12]))

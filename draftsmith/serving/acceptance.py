@@ -1,143 +1,230 @@
-"""Compare what a running server accepts with the prediction, and find the likely cause of less.
+"""`draftsmith doctor --served`: four measurements of a running server, and one judgement.
 
-The prediction replays the draft along the served texts (`eval.predict`), so both sides cover the
-same tokens. Two things can differ: the draft's acceptance, or the texts, if the target did not
-write them (their likelihood shows it). Then every suspect is replayed. The likely cause is the
-suspect whose replay comes closest.
+1. settings: what the server says of itself, beside what the prediction assumes;
+2. texts: whether the target wrote them (`eval.text_figures`);
+3. acceptance: tokens per call, alone and at load, beside the prediction along the same texts;
+4. replays: if it accepts less and nothing above says why, the pair changed as an engine may
+   change it.
 
-Legend: P prompts, D depths, R resamples.
+Legend: P prompts, D depths.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from draftsmith.config import ServedConfig
-from draftsmith.core.errors import InputError
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
 from draftsmith.core.options import configured
 from draftsmith.core.ranks import say
 from draftsmith.core.records import read_record
 from draftsmith.core.sampling import Sampling
-from draftsmith.core.settings import loading, resolve_sampling, sampling_options
+from draftsmith.core.settings import loading, resolve_sampling
 from draftsmith.core.template_date import fix_date
-from draftsmith.drafts.load import depth_limit, kind_of, other_targets
-from draftsmith.eval.bootstrap import (
-    Floats,
-    PromptSums,
-    Resamples,
-    estimate,
-    pooled_ratios,
-    resampled,
-    resamples,
-)
-from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.groups import groups_of
+from draftsmith.drafts.load import depth_limit
+from draftsmith.eval.bootstrap import PromptSums, Resamples, difference, estimate, resamples
+from draftsmith.eval.predict import PredictedCounts
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
+from draftsmith.eval.text_figures import measure_texts
 from draftsmith.pair import Pair, load_pair
-from draftsmith.serving.asking import ServedPrompt, ask
-from draftsmith.serving.compared import RESAMPLES, Compared, close, counted
-from draftsmith.serving.replay import Case, replay
+from draftsmith.serving.asking import Load, ask
+from draftsmith.serving.replays import CHANGES, Case, replay
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
-from draftsmith.serving.suspects import OF_THE_DRAFT, OF_THE_TARGET, REMEDIES, Cases, Change
+from draftsmith.serving.settings import Settings, measure_settings
 
-# Ignore smaller differences in the likelihood of the texts.
-_TEXT_MARGIN = 0.03
-# Temperatures to try if the server does not report its own default.
-_TEMPERATURES = (0.0, 0.3, 0.6, 0.7, 0.8, 1.0)
+_NOT_OWN = "not this target's texts"
+# Of several findings, the first of these is the judgement.
+_ORDER = (_NOT_OWN, "less", "more", "cannot tell", "as predicted")
+# Ignore smaller differences in accepted tokens per call.
+_MARGIN = 0.05
+# Half an interval is two standard errors. A lossless server hardly accepts four more.
+_MORE = 2.0
+_RESAMPLES = 2000
 
 
 @quiet()
 def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
-    """Compare what a running server accepts with the prediction, and find the likely cause of less.
+    """Measure a running server, and judge whether it does what was predicted.
 
-    Return what `doctor --served --json` prints: `served` and `predicted` with `tokens_per_call` and
-    `by_depth`, their `difference`, the `likelihood` of the served texts (1: they are the target's
-    own), the `verdict`, the `cause` with its `remedy`, and what was `tried`. `other_target` says if
-    the draft was trained for another target. Raise InputError for a server that cannot be asked or
-    counts no drafts.
+    Return what `doctor --served --json` prints: the tables `settings`, `texts`, `acceptance` and
+    `replays`, lists of rows; the `judgement`: `as predicted`, `less`, `more`, `not this target's
+    texts` or `cannot tell`; and `because`, what speaks for it, in words, the most certain first.
+    Raise InputError for a server that cannot be asked or counts no drafts.
     """
     config = configured(ServedConfig, config, options)
     server = RunningServer(config.served)
     pair = _load(config)
     sampling = _sampling(server, pair, config)
-    asked = ask(server, pair, config, sampling)
-    answers = [each.answer for each in asked]
+    loads = ask(server, pair, config, sampling)
+    alone = loads[0]
+    answers = [each.answer for each in alone.asked]
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
-    told = server.facts()
-    case = _case(server, pair, asked, sampling, _rule(server, pair, config, told))
-    groups = groups_of([each.prompt for each in asked])
-    emitted = counted(answers)
-    predicted = replay(case, tokens)
-    likelihood = estimate(predicted.likelihood, resamples(groups, RESAMPLES, seed=0))
-    own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
-    own_tokens = predicted.own_tokens
-    if not own_texts:
-        rows = _own_rows(pair, asked, sampling, config.max_new_tokens)
-        predicted = replay(replace(case, rows=rows), tokens)
-    counts = Compared(emitted, predicted.tokens, groups)
-    judged = _judge(counts, case, tokens, likelihood)
+    settings = measure_settings(server, pair, config, sampling, alone.asked)
+    rows = [each.text for each in alone.asked]
+    case = Case(pair.target, pair.drafts["draft"], rows, sampling, settings.rule or "")
+    picks = resamples(alone.groups, _RESAMPLES, seed=0)
+    texts = measure_texts(case.target, case.draft, rows, sampling, picks)
+    judged = [(_NOT_OWN, texts.finding)] if texts.finding else []
+    acceptance: list[JsonObject] = []
+    replays: list[JsonObject] = []
+    if settings.rule is None:
+        judged.append(("cannot tell", "its rule of rejection is not known here"))
+    else:
+        for load in loads:
+            predicted = replay(replace(case, rows=[each.text for each in load.asked]), tokens)
+            counts = _Compared.of(load, predicted)
+            row = counts.row(f"tokens per call, {load.name}")
+            judged.append((counts.judgement, row["of"]))
+            acceptance.append(row | {"tokens/s": load.tokens_per_s})
+            if load is alone:
+                acceptance += _by_position(answers, predicted, picks)
+                acceptance += counts.by_length([len(answer.prompt_ids) for answer in answers])
+                explained = texts.finding or settings.differing
+                if counts.judgement == "less" and not explained:
+                    replays = _replays(case, tokens, counts)
+    judgement, because = _judgement(settings, judged, replays)
+    remarks = [remark["text"] for remark in of_groups({"prompts": alone.groups})]
     return {
         "url": server.url,
         "engine": NAMES[server.engine],
-        "server": told,
+        "server": server.facts,
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
-        "rule": case.rule,
-        "prompts": len(answers),
-        "prompt_groups": groups,
-        "remarks": [remark["text"] for remark in of_groups({"prompts": groups})],
-        "served": {
-            "tokens_per_call": estimate(emitted, counts.picks),
-            "by_depth": _served_by_depth(answers, tokens, counts.picks),
-        },
-        "predicted": {
-            "tokens_per_call": estimate(predicted.tokens, counts.picks),
-            "by_depth": _by_depth(predicted.accepted_PD, predicted.reached_PD, counts.picks),
-        },
-        "difference": counts.away,
-        "by_length": counts.by_length([len(answer.prompt_ids) for answer in answers]),
-        "definitions": _definitions(answers, emitted),
-        "likelihood": likelihood,
-        "own_texts": own_texts,
-        "other_texts": _other_texts(asked, own_tokens) if sampling.greedy else [],
-        "other_target": next(iter(other_targets([config.draft], pair.target)), None),
-        **judged,
+        "prompts": len(rows),
+        "remarks": [*texts.remarks, *remarks],
+        "settings": settings.rows,
+        "texts": texts.rows,
+        "acceptance": acceptance,
+        "replays": replays,
+        "judgement": judgement,
+        "because": because,
     }
 
 
-def _judge(counts: Compared, case: Case, tokens: int, likelihood: Estimate) -> JsonObject:
-    """Return the verdict, the likely cause of less with its remedy, and what was tried."""
-    own_texts = close(likelihood, 1.0, _TEXT_MARGIN)
-    less = counts.is_less
-    if own_texts:  # then require a significant difference, too
-        less = less and not close(counts.away, 0.0, 0.0)
-    tried = _try(_to_try(own_texts, less), case, tokens, counts)
-    tried.sort(key=lambda row: (not row["fits"], row["misfit"]))
-    cause = next((row for row in tried if row["fits"]), None)
-    return {
-        "verdict": "less than predicted" if less else "as predicted",
-        "cause": cause and f"{cause['suspect']}: {cause['detail']}",
-        "remedy": cause and REMEDIES[cause["suspect"]],
-        "tried": tried,
-    }
+def _judgement(
+    settings: Settings, judged: list[tuple[str, str]], replays: list[JsonObject]
+) -> tuple[str, list[str]]:
+    """Return the judgement, and what speaks for it."""
+    judgement = min((name for name, _ in judged), key=_ORDER.index)
+    if judgement == "as predicted":
+        return judgement, []
+    because = [*settings.differing, *(words for name, words in judged if name == judgement)]
+    if fitting := [row["of"] for row in replays if row["fits"]]:
+        because.append(f"replays that fit: {' or '.join(fitting)}")
+    return judgement, because
 
 
-def _definitions(answers: Sequence[ServedAnswer], emitted: PromptSums) -> JsonObject:
-    """Return the acceptance as engines and trainers define it (docs/acceptance.md)."""
-    calls = emitted.denominator_P.sum()
-    tokens = emitted.numerator_P.sum()
-    return {
-        "mean_acceptance_length": emitted.pooled,
-        "mean_of_requests": emitted.mean_per_prompt,
-        "accept_length": float((tokens + len(answers)) / calls),
-        "draft_acceptance_rate": float((tokens - calls) / sum(each.drafted for each in answers)),
-    }
+def _replays(case: Case, tokens: int, counts: "_Compared") -> list[JsonObject]:
+    """Replay every change that applies; none fits where nothing is accepted."""
+    accepts = (counts.served.pooled or 1.0) > 1.0
+    rows: list[JsonObject] = []
+    for name, change in CHANGES.items():
+        for detail, changed in change(case):
+            calls = replay(changed, tokens)["target_calls"]
+            again = PromptSums.of(counts.served.numerator_P.tolist(), calls)
+            found = replace(counts, predicted=again)
+            fits = accepts and found.judgement == "as predicted"
+            rows.append(found.row(f"{name}: {detail}") | {"fits": fits})
+    return rows
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Tokens over target calls of the same prompts, served and predicted. groups: of prompts that
+    are resampled together.
+    """
+
+    served: PromptSums
+    predicted: PromptSums
+    groups: Sequence[int]
+
+    @classmethod
+    def of(cls, load: Load, predicted: PredictedCounts) -> "_Compared":
+        """Compare what was asked; the first token of an answer comes without a call."""
+        answers = [each.answer for each in load.asked]
+        emitted = [len(answer.output_ids) - 1 for answer in answers]
+        calls = [answer.calls for answer in answers]
+        ours = PromptSums.of(emitted, predicted["target_calls"])
+        return cls(PromptSums.of(emitted, calls), ours, load.groups)
+
+    @cached_property
+    def picks(self) -> Resamples:
+        return resamples(self.groups, _RESAMPLES, seed=0)
+
+    @cached_property
+    def away(self) -> Estimate:
+        return difference(self.served, self.predicted, self.picks)
+
+    @property
+    def judgement(self) -> str:
+        """`as predicted`, `less` or `more`; `cannot tell` if half of the accepted tokens could be
+        missing unseen.
+        """
+        value = self.away["value"] or 0.0
+        accepted = (self.predicted.pooled or 1.0) - 1
+        margin = _MARGIN * accepted
+        if self.away["low"] is None or self.away["high"] is None:
+            return "as predicted" if abs(value) <= margin else "cannot tell"
+        half = (self.away["high"] - self.away["low"]) / 2
+        if value < -max(margin, half):
+            return "less"
+        if value > max(margin, _MORE * half):
+            return "more"
+        return "cannot tell" if half > max(accepted / 2, _MARGIN) else "as predicted"
+
+    def row(self, name: str) -> JsonObject:
+        return {
+            "of": name,
+            "served": estimate(self.served, self.picks),
+            "predicted": estimate(self.predicted, self.picks),
+            "difference": self.away,
+        }
+
+    def by_length(self, lengths: Sequence[int]) -> list[JsonObject]:
+        """Return a row for each doubling of the prompt's length, in tokens."""
+        doubled = [1 << (length - 1).bit_length() for length in lengths]
+        rows: list[JsonObject] = []
+        for up_to in sorted(set(doubled)):
+            chosen = [index for index, length in enumerate(doubled) if length == up_to]
+            served, predicted = (
+                PromptSums(sums.numerator_P[chosen], sums.denominator_P[chosen])
+                for sums in (self.served, self.predicted)
+            )
+            part = _Compared(served, predicted, [self.groups[index] for index in chosen])
+            rows.append(part.row(f"prompts of up to {up_to} tokens"))
+        return rows
+
+
+def _by_position(
+    answers: Sequence[ServedAnswer], predicted: PredictedCounts, picks: Resamples
+) -> list[JsonObject]:
+    """Return a row for each drafted position: of the steps that accept the one before, how many
+    accept it. Steps that the text's end cuts off are left out.
+    """
+    ours_PD = np.array(predicted["accepted_by_depth"])
+    of_ours_PD = np.array(predicted["reached_by_depth"])
+    accepted_PD = np.zeros(ours_PD.shape)
+    reached_PD = np.zeros(ours_PD.shape)
+    for index, answer in enumerate(answers):
+        # llama.cpp lists positions from its first request on.
+        accepted = answer.accepted_by_depth or []
+        accepted_PD[index, : len(accepted)] = accepted
+        # What reaches a depth was accepted at the depth before; every call reaches the first.
+        reached = answer.reached_by_depth or [answer.calls, *accepted][: len(accepted)]
+        reached_PD[index, : len(reached)] = reached
+    rows: list[JsonObject] = []
+    for at in range(len(ours_PD[0])):
+        served = PromptSums(accepted_PD[:, at], reached_PD[:, at])
+        ours = PromptSums(ours_PD[:, at], of_ours_PD[:, at])
+        row = {"served": estimate(served, picks), "predicted": estimate(ours, picks)}
+        rows.append({"of": f"position {at + 1}, if reached", **row})
+    return rows
 
 
 def _load(config: ServedConfig) -> Pair:
@@ -160,151 +247,3 @@ def _sampling(server: RunningServer, pair: Pair, config: ServedConfig) -> Sampli
     if config.temperature is None and server.engine != "llamacpp":
         given["repetition_penalty"] = None  # which these servers read from the target too
     return resolve_sampling(config.target, pair.target, given).sampling
-
-
-def _rule(
-    server: RunningServer, pair: Pair, config: ServedConfig, told: Mapping[str, object]
-) -> str:
-    """Return our verifier for the server's rule: as it was told, else the one with which it can
-    accept most.
-    """
-    engine = NAMES[server.engine]
-    known = {name.rpartition(".")[2]: value for name, value in told.items()}
-    for name in ("draft_sample_method", "rejection_sample_method"):
-        if given := getattr(config, name):
-            known[name] = given
-            if engine != "vLLM":
-                raise InputError(f"{name}: is vLLM's; this is {engine}")
-    # vLLM 0.32 takes the likeliest tokens of Medusa heads whatever its settings say.
-    greedy = engine != "vLLM" or kind_of(pair.drafts["draft"]) == "medusa"
-    if greedy or known.get("draft_sample_method") == "greedy":
-        return "naive"
-    return "block" if known.get("rejection_sample_method") == "block" else "speculative"
-
-
-def _case(
-    server: RunningServer,
-    pair: Pair,
-    asked: Sequence[ServedPrompt],
-    sampling: Sampling,
-    rule: str,
-) -> Case:
-    said = [each.answer.sampling for each in asked if each.answer.sampling is not None]
-    samplings = [Sampling(temperature=temperature) for temperature in _TEMPERATURES]
-    return Case(
-        target=pair.target,
-        draft=pair.drafts["draft"],
-        rows=[each.text(each.answer.output_ids) for each in asked],
-        sampling=sampling,
-        rule=rule,
-        read_ids=[each.answer.prompt_ids for each in asked],
-        samplings=list(dict.fromkeys(said)) or samplings,
-    )
-
-
-def _other_texts(asked: Sequence[ServedPrompt], own_tokens: Sequence[float]) -> list[JsonObject]:
-    """Return the prompts with another greedy answer than the target's, and its first other token,
-    from 1.
-    """
-    rows = []
-    for each, own in zip(asked, own_tokens, strict=True):
-        if own < len(each.answer.output_ids) - 1:
-            row = {"row": each.prompt.row, "prompt_tokens": len(each.prompt.ids)}
-            rows.append(row | {"token": int(own) + 2})
-    return rows
-
-
-def _own_rows(
-    pair: Pair, asked: Sequence[ServedPrompt], sampling: Sampling, max_new_tokens: int
-) -> list[Continuation]:
-    """Generate the texts that this target would have given."""
-    prompts = [list(each.prompt.ids) for each in asked]
-    options = sampling_options(sampling)
-    outputs = pair.generate(prompts, max_new_tokens=max_new_tokens, seed=0, **options)
-    rows = []
-    for each, output in zip(asked, outputs, strict=True):
-        own = output.output_ids if len(output.output_ids) > 1 else each.answer.output_ids
-        rows.append(each.text(own))
-    return rows
-
-
-def _by_depth(accepted_PD: Floats, reached_PD: Floats, picks: Resamples) -> list[Estimate]:
-    """Return the share of steps that accept each position, a product of conditional shares.
-
-    Skip steps that the text's end cuts off: the server may have accepted tokens past it.
-    """
-    value = 1.0
-    share_R = np.ones(())
-    estimates = []
-    for accepted_P, reached_P in zip(accepted_PD.T, reached_PD.T, strict=True):
-        sums = PromptSums(accepted_P, reached_P)
-        value *= sums.pooled or 0.0
-        share_R = share_R * np.nan_to_num(pooled_ratios(sums, picks))
-        estimates.append(resampled(value, share_R, picks, least=0.0, most=1.0))
-    return estimates
-
-
-def _served_by_depth(
-    answers: Sequence[ServedAnswer], tokens: int, picks: Resamples
-) -> list[Estimate] | None:
-    # llama.cpp lists positions from its first request on.
-    accepted_PD = np.zeros((len(answers), tokens))
-    reached_PD = np.zeros((len(answers), tokens))
-    for row, answer in enumerate(answers):
-        accepted = answer.accepted_by_depth
-        if accepted is None:
-            return None
-        accepted_PD[row, : len(accepted)] = accepted
-        # What reaches a depth was accepted at the depth before; every call reaches the first.
-        reached = answer.reached_by_depth or [answer.calls, *accepted][:tokens]
-        reached_PD[row, : len(reached)] = reached
-    return _by_depth(accepted_PD, reached_PD, picks)
-
-
-def _to_try(own_texts: bool, less: bool) -> dict[str, Change]:
-    """Return the suspects that can explain what was found.
-
-    Texts that are not the target's own can have any cause. The target's own texts rule out causes
-    that change them, and acceptance as predicted needs no cause.
-    """
-    if not own_texts:
-        return OF_THE_DRAFT | OF_THE_TARGET
-    return OF_THE_DRAFT if less else {}
-
-
-def _try(
-    suspects: Mapping[str, Change], case: Case, tokens: int, counts: Compared
-) -> list[JsonObject]:
-    """Replay every suspect that applies.
-
-    misfit: the share of target calls that differ, prompt by prompt, plus how unlikely the texts
-    are.
-    """
-    calls_P = counts.served.denominator_P
-    tried = []
-    for name, change in suspects.items():
-        for detail, changed in _by_rule(change(case)):
-            found = replay(changed, tokens)
-            likelihood = estimate(found.likelihood, counts.picks)
-            differing_P = np.abs(found.tokens.denominator_P - calls_P)
-            unlikely = abs(1 - (likelihood["value"] or 0.0))
-            misfit = differing_P.sum() / calls_P.sum() + unlikely
-            likely = close(likelihood, 1.0, _TEXT_MARGIN)
-            row = {
-                "suspect": name,
-                "detail": detail,
-                "tokens_per_call": found.tokens.pooled,
-                "likelihood": likelihood["value"],
-                "misfit": float(misfit),
-                "fits": likely and replace(counts, predicted=found.tokens).as_predicted,
-            }
-            tried.append(row)
-    return tried
-
-
-def _by_rule(cases: Cases) -> Cases:
-    """Yield each case, and the same with a greedy draft, which is vLLM's default."""
-    for detail, case in cases:
-        yield detail, case
-        if case.rule != "naive" and not case.sampling.greedy:
-            yield f"{detail}, and a greedy draft", replace(case, rule="naive")

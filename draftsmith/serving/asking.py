@@ -1,5 +1,7 @@
-"""Ask a running server every prompt."""
+"""Ask a running server every prompt: alone, again, and many at once."""
 
+import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ from draftsmith.core.prompts import Prompt, read_prompts, room_for_prompts
 from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines.server import Completion
 from draftsmith.eval.formulas import Continuation
+from draftsmith.eval.groups import groups_of
 from draftsmith.pair import Pair
 from draftsmith.serving.running_server import RunningServer, ServedAnswer
 
@@ -22,16 +25,27 @@ class ServedPrompt:
     prompt: Prompt
     answer: ServedAnswer
 
-    def text(self, output_ids: Sequence[int]) -> Continuation:
-        """Return an answer after its first token, which engines take from the prompt's forward."""
-        prompt_ids = [*self.prompt.ids, output_ids[0]]
-        return Continuation(self.prompt.id, prompt_ids, output_ids[1:], answered=1)
+    @property
+    def text(self) -> Continuation:
+        """The answer after its first token, which engines take from the prompt's forward."""
+        first, *rest = self.answer.output_ids
+        return Continuation(f"row {self.prompt.row}", [*self.prompt.ids, first], rest, answered=1)
 
 
-def ask(
-    server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling
-) -> list[ServedPrompt]:
-    """Ask every prompt. Return those whose answer has at least two tokens."""
+@dataclass(frozen=True)
+class Load:
+    """All prompts with their answers, so many asked at once. groups: of equal prompts; of those
+    asked at once, if the server only counts them together.
+    """
+
+    name: str
+    asked: list[ServedPrompt]
+    groups: list[int]
+    tokens_per_s: float
+
+
+def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling) -> list[Load]:
+    """Ask every prompt one by one, then again, then for each `concurrency` in a drawn order."""
     read = read_prompts(
         config.prompts,
         pair.tokenizer,
@@ -50,14 +64,34 @@ def ask(
         vocabulary=len(pair.tokenizer),
     )
     states_sampling = config.temperature is not None
-    asked = []
-    for prompt in track(read.prompts, "prompts served", len(read.prompts)):
-        answer = server.answer(prompt, completion, states_sampling)
-        if len(answer.output_ids) > 1:
-            asked.append(ServedPrompt(prompt, answer))
-    if not asked:
+
+    def load(name: str, prompts: Sequence[Prompt], at_once: int) -> Load:
+        answers: list[ServedAnswer] = []
+        begin = time.monotonic()
+        for first in track(range(0, len(prompts), at_once), name, -(-len(prompts) // at_once)):
+            together = prompts[first : first + at_once]
+            answers += server.answers(together, completion, states_sampling)
+        seconds = time.monotonic() - begin
+        asked = []
+        groups = []
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            if len(answer.output_ids) > 1:
+                asked.append(ServedPrompt(prompt, answer))
+                groups.append(index // at_once)
+        if all(answer.counted == 1 for answer in answers):
+            groups = groups_of([each.prompt for each in asked])
+        tokens = sum(len(answer.output_ids) for answer in answers)
+        return Load(name, asked, groups, tokens / seconds)
+
+    alone = load("alone", read.prompts, 1)
+    if not alone.asked:
         raise InputError(
             f"--prompts {config.prompts}: every answer ends with its first token; nothing can be "
             "drafted"
         )
-    return asked
+    prompts = [each.prompt for each in alone.asked]
+    loads = [alone, load("alone, again", prompts, 1)]
+    for at_once in config.concurrency:
+        drawn = random.Random(at_once).sample(prompts, len(prompts))
+        loads.append(load(f"{at_once} at once", drawn, at_once))
+    return loads

@@ -15,9 +15,11 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import httpx2
 
@@ -25,7 +27,6 @@ from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
-from draftsmith.core.sampling import Sampling
 from draftsmith.distill.engines import AnswerRequest, Key
 from draftsmith.distill.engines.replies import (
     client_options,
@@ -62,7 +63,6 @@ _TELLS = {
     "llamacpp": ("props",),
     "sglang": ("get_server_info",),
 }
-_OF_THE_MODEL = ("id", "root", "max_model_len", "meta")
 _SECRET = re.compile(r"key|secret|password|auth|credential|(^|_)token$", re.IGNORECASE)
 # A longer text, such as a chat template, is told by its hash.
 _LONGEST_FACT = 200
@@ -75,16 +75,18 @@ class ServedAnswer:
     calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
     drafted tokens that were accepted, by position; None if the server does not say.
     reached_by_depth: calls that verified a token at each position; None: those that accepted the
-    one before. sampling: what the server drew from, if it says so.
+    one before. told: the settings of this answer, if the server tells them. counted: the number of
+    answers that these counts are of; 0 if none came with it, or they are among another's.
     """
 
     prompt_ids: list[int]
     output_ids: list[int]
-    calls: int
-    drafted: int
+    calls: int = 0
+    drafted: int = 0
     accepted_by_depth: list[int] | None = None
     reached_by_depth: list[int] | None = None
-    sampling: Sampling | None = None
+    told: JsonObject = field(default_factory=dict)
+    counted: int = 1
 
 
 class RunningServer:
@@ -97,7 +99,7 @@ class RunningServer:
         self._client = httpx2.Client(**client_options(self.url, self._key), timeout=timeout)
         models = self._json("v1/models").get("data") or [{}]
         self.model = str(models[0].get("id"))
-        self._of_the_model = {key: models[0].get(key) for key in _OF_THE_MODEL}
+        self._listed: JsonObject = models[0]
         self.engine = str(models[0].get("owned_by"))
         if self.engine not in NAMES:
             raise InputError(
@@ -105,9 +107,10 @@ class RunningServer:
                 f"{said(repr(self.engine), self._key)})"
             )
 
+    @cached_property
     def facts(self) -> JsonObject:
-        """Return what the server tells of itself: flat, without lists and secrets."""
-        told: JsonObject = {"model": self._of_the_model}
+        """What the server tells of itself: flat, without lists and secrets."""
+        told: JsonObject = {"model": self._listed}
         for path in _TELLS[self.engine]:
             with suppress(InputError):
                 told |= self._json(path)
@@ -134,8 +137,28 @@ class RunningServer:
             )
         return max(positions, drafted)
 
-    def answer(self, prompt: Prompt, completion: Completion, states_sampling: bool) -> ServedAnswer:
-        """Answer one prompt. If not `states_sampling`, leave the sampling to the server."""
+    def answers(
+        self, prompts: Sequence[Prompt], completion: Completion, states_sampling: bool
+    ) -> list[ServedAnswer]:
+        """Answer prompts that are asked at once. If not `states_sampling`, leave the sampling to
+        the server.
+        """
+        before = self._counters()
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            asked = [
+                pool.submit(self._answer, prompt, completion, states_sampling) for prompt in prompts
+            ]
+            answers = [each.result() for each in asked]
+        if not all(answer.counted for answer in answers):
+            self._count(answers, before)
+        elif len(answers) == 1 and self.engine == "llamacpp":
+            by_depth = _by_depth(self._counters(before))
+            answers[0] = replace(answers[0], accepted_by_depth=by_depth or None)
+        return answers
+
+    def _answer(
+        self, prompt: Prompt, completion: Completion, states_sampling: bool
+    ) -> ServedAnswer:
         if self.engine == "sglang":
             return self._sglang(list(prompt.ids), completion, states_sampling)
         vllm = self.engine == "vllm"
@@ -159,17 +182,19 @@ class RunningServer:
             body |= _NO_PENALTY
         else:
             body = {key: value for key, value in body.items() if key not in _SAMPLING}
-        before = self._counters()
         reply = self._json(path, body | chat)
-        if vllm:
-            read = list(reply.get("prompt_token_ids") or read)
+        read = list(reply.get("prompt_token_ids") or read)
         ids = self._ids(dialect, completion, read, reply)
-        if not vllm:
-            return _timed(reply, read, ids, self._counters(before))
+        if timings := reply.get("timings"):
+            return ServedAnswer(
+                prompt_ids=read,
+                output_ids=ids,
+                calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
+                drafted=timings.get("draft_n", 0),
+                told=dict(self._flat(reply["generation_settings"], "")),
+            )
         steps = (reply.get("metrics") or {}).get("speculative_decoding")
-        if steps is None:
-            return self._counted(read, ids, before)
-        return count_steps(read, ids, steps)
+        return count_steps(read, ids, steps) if steps else ServedAnswer(read, ids, counted=0)
 
     def _ids(
         self, dialect: Dialect, completion: Completion, read: list[int], reply: JsonObject
@@ -199,42 +224,44 @@ class RunningServer:
             }
         body: JsonObject = {"input_ids": ids, "sampling_params": settings}
         reply = self._json("generate", body)
-        info = self._json("get_server_info")
-        if (info.get("speculative_eagle_topk") or 1) > 1:
+        if (self.facts.get("speculative_eagle_topk") or 1) > 1:
             raise InputError(
                 f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1"
             )
-        meta = reply["meta_info"]
-        calls = int(meta.get("spec_verify_ct") or 0)
-        drafted = calls * int(info.get("speculative_num_steps") or 0)
+        calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
+        drafted = calls * int(self.facts.get("speculative_num_steps") or 0)
         return ServedAnswer(ids, reply["output_ids"], calls, drafted)
 
-    def _counted(self, prompt_ids: list[int], ids: list[int], before: Counter[str]) -> ServedAnswer:
-        """Wait until the counters hold this answer. vLLM counts after it has answered.
+    def _count(self, answers: list[ServedAnswer], before: Counter[str]) -> None:
+        """Wait until vLLM's counters hold these answers, and give the longest of them all counts.
 
-        It counts no step without drafts; each of them emits one token.
+        vLLM counts after it has answered, and no step without drafts; each of them emits one token.
         """
         end = time.monotonic() + _COUNT_TIMEOUT_S
+        tokens = sum(len(answer.output_ids) for answer in answers)
+        left = tokens - len(answers)
         while True:
             counts = self._counters(before)
             emitted = counts["drafts"] + counts["accepted_tokens"]
             by_depth = _by_depth(counts)
-            whole = emitted >= len(ids) - 1 or counts["generation_tokens"] >= len(ids)
+            whole = emitted >= left or counts["generation_tokens"] >= tokens
             if whole or time.monotonic() > end or not by_depth:
                 break
             time.sleep(0.02)
-        if emitted > len(ids) + len(by_depth):
+        if emitted > tokens + len(by_depth) * len(answers):
             raise RunError(
                 f"{self.url}: counted tokens of other requests; let nobody else use the server "
                 "meanwhile"
             )
-        return ServedAnswer(
-            prompt_ids=prompt_ids,
-            output_ids=ids,
-            calls=counts["drafts"] + max(0, len(ids) - 1 - emitted) * bool(counts["drafts"]),
+        lengths = [len(answer.output_ids) for answer in answers]
+        longest = lengths.index(max(lengths))
+        answers[longest] = replace(
+            answers[longest],
+            calls=counts["drafts"] + max(0, left - emitted) * bool(counts["drafts"]),
             drafted=counts["draft_tokens"],
-            accepted_by_depth=by_depth,
-            reached_by_depth=[counts["drafts"], *by_depth[:-1]] if by_depth else None,
+            accepted_by_depth=by_depth or None,
+            reached_by_depth=[counts["drafts"], *by_depth][: len(by_depth)],
+            counted=len(answers),
         )
 
     def _counters(self, before: Mapping[str, int] | None = None) -> Counter[str]:
@@ -288,23 +315,6 @@ def _chat(prompt: Prompt) -> JsonObject:
     if prompt.chat.tools:
         chat["tools"] = prompt.chat.tools
     return chat
-
-
-def _timed(
-    reply: JsonObject, prompt_ids: list[int], ids: list[int], counts: Counter[str]
-) -> ServedAnswer:
-    """Count one request of llama.cpp."""
-    timings = reply["timings"]
-    settings = reply["generation_settings"]
-    keys = ("temperature", "top_k", "top_p", "min_p")
-    return ServedAnswer(
-        prompt_ids=prompt_ids,
-        output_ids=ids,
-        calls=timings["predicted_n"] - 1 - timings.get("draft_n_accepted", 0),
-        drafted=timings.get("draft_n", 0),
-        accepted_by_depth=_by_depth(counts) or None,
-        sampling=Sampling(**{key: round(settings[key], 6) for key in keys}),
-    )
 
 
 def _by_depth(counts: Counter[str]) -> list[int]:

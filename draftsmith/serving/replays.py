@@ -1,0 +1,174 @@
+"""Predict what a server accepts along the served texts, by replaying the draft on them; and replay
+the pair changed as an engine may change it.
+
+To add a change, write a function that yields (detail, changed case), or nothing if it does not
+apply, and enter it in `CHANGES`. It copies a model before it changes it.
+
+Legend: P prompts, D depths, B rows, T tokens, H hidden size, K keys.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from draftsmith.core.models import text_config
+from draftsmith.core.sampling import Sampling
+from draftsmith.drafts.heads.eagle3 import Eagle3Head
+from draftsmith.drafts.heads.feature_head import FeatureHead
+from draftsmith.drafts.heads.unrolled_attention import Unrolling
+from draftsmith.drafts.load import Draft
+from draftsmith.eval.alpha import Reader
+from draftsmith.eval.formulas import Continuation
+from draftsmith.eval.method import Method
+from draftsmith.eval.predict import PredictedCounts, predict
+
+# So many windows are tried, the longest first, each half of the one before.
+_WINDOWS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a prediction is made from. rows: the served texts. rule: verifier by which drafted
+    tokens stay.
+    """
+
+    target: PreTrainedModel
+    draft: Draft
+    rows: Sequence[Continuation]
+    sampling: Sampling
+    rule: str
+
+
+def replay(case: Case, tokens: int) -> PredictedCounts:
+    """Predict drafting `tokens` at a time along the case's texts."""
+    method = Method.of(f"chain:{tokens}", case.rule)
+    reader = Reader(
+        case.target,
+        {"draft": case.draft},
+        case.sampling,
+        [method],
+        batch_size=8,
+        drafts_see_penalties=False,
+    )
+    traces = reader.read(case.rows).traces["draft"]
+    counts = predict(method.shape, method.verifier, case.sampling, traces)
+    assert counts is not None
+    return counts
+
+
+Cases = Iterator[tuple[str, Case]]
+
+
+def _greedy_draft(case: Case) -> Cases:
+    if case.rule != "naive" and not case.sampling.greedy:
+        yield "takes its most probable token", replace(case, rule="naive")
+
+
+def _layers(case: Case) -> Cases:
+    if isinstance(case.draft, PreTrainedModel) or -1 in case.draft.hidden_layers:
+        return
+    deepest = text_config(case.target).num_hidden_layers
+    for detail, step in {"one later": 1, "one earlier": -1}.items():
+        layers = tuple(layer + step for layer in case.draft.hidden_layers)
+        if min(layers) >= 0 and max(layers) <= deepest:
+            draft: Any = copy.deepcopy(case.draft)
+            draft.hidden_layers = layers
+            yield detail, replace(case, draft=draft)
+
+
+def _vocabulary(case: Case) -> Cases:
+    if not isinstance(case.draft, Eagle3Head) or not case.draft.reduced:
+        return
+    ids_D = case.draft.target_ids_D
+    rows_D = torch.arange(len(ids_D), device=ids_D.device)
+    maps = {
+        "not applied": rows_D,
+        "shifted by one row": case.draft.d2t.roll(1) + rows_D,
+    }
+    for detail, wrong_D in maps.items():
+        draft = copy.deepcopy(case.draft)
+        draft.target_ids_D = wrong_D.clamp(0, case.draft.vocab_size - 1)
+        yield detail, replace(case, draft=draft)
+
+
+def _no_prompt(case: Case) -> Cases:
+    lengths = [len(row.prompt_ids) - 1 for row in case.rows]
+    texts = [row.ids for row in case.rows]
+
+    def sees(ids_BT: Tensor) -> Tensor:
+        """Hide the prompt, up to the token answered first. Rows are known by their text."""
+        sees_BT = torch.ones_like(ids_BT, dtype=torch.bool)
+        for row, ids in enumerate(ids_BT.tolist()):
+            for text, length in zip(texts, lengths, strict=True):
+                if ids[: len(text) - 1] == text[:-1]:
+                    sees_BT[row, :length] = False
+                    break
+        return sees_BT[:, None].expand(-1, ids_BT.shape[1], -1)
+
+    yield from _seeing(case, "the draft has not read it", sees)
+
+
+def _window(case: Case) -> Cases:
+    longest = max(len(row.ids) for row in case.rows)
+    for halved in range(1, _WINDOWS + 1):
+        size = 1 << ((longest - 1).bit_length() - halved)
+        yield from _seeing(case, f"{size} tokens", partial(_recent, size))
+
+
+def _recent(size: int, ids_BT: Tensor) -> Tensor:
+    places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    return (places_T[:, None] - places_T < size).expand(len(ids_BT), -1, -1)
+
+
+def _seeing(case: Case, detail: str, sees: Callable[[Tensor], Tensor]) -> Cases:
+    """Let a draft attend to itself, and only where `sees` of the ids `[B, T]`, a mask `[B, T, T]`,
+    allows it.
+    """
+    draft: Any = copy.deepcopy(case.draft)
+    allowed_BTT = torch.zeros(0, 0, 0, dtype=torch.bool)
+
+    def allow(ids_BT: Tensor) -> None:
+        nonlocal allowed_BTT
+        itself_TT = torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
+        allowed_BTT = sees(ids_BT) | itself_TT
+
+    def mask_model(
+        module: nn.Module, args: object, options: dict[str, Any]
+    ) -> tuple[object, dict[str, Any]]:
+        allow(options["input_ids"])
+        return args, options | {"attention_mask": allowed_BTT.tril()[:, None]}
+
+    def masked_states(
+        ids_BT: Tensor, features_BTH: Tensor, mask: Unrolling, positions: Tensor, cache: Cache
+    ) -> Any:
+        past = int(cache.get_seq_length())
+        if not past:  # later depths see the same columns
+            allow(ids_BT)
+        mask_B1TK = mask.mask(1 + past // mask.width, ids_BT.device)
+        allowed_BTK = nn.functional.pad(allowed_BTT, (0, past), value=True)
+        seen_B1TK = mask_B1TK & allowed_BTK[:, None]
+        return own_states(ids_BT, features_BTH, seen_B1TK, positions, cache)
+
+    if isinstance(draft, PreTrainedModel):
+        draft.register_forward_pre_hook(mask_model, with_kwargs=True)
+    elif isinstance(draft, FeatureHead):
+        own_states: Any = draft.states
+        draft.states = masked_states  # type: ignore[assignment,method-assign]
+    else:
+        return
+    yield detail, replace(case, draft=draft)
+
+
+CHANGES: dict[str, Callable[[Case], Cases]] = {
+    "greedy draft": _greedy_draft,
+    "auxiliary layers": _layers,
+    "vocabulary map": _vocabulary,
+    "prompt": _no_prompt,
+    "window": _window,
+}
