@@ -89,14 +89,15 @@ def test_what_a_server_tells_is_kept_without_secrets(monkeypatch):
     assert facts["build_info"] == "b8681-Debian" and facts["model.meta.n_ctx_train"] == 9
     assert facts["default_generation_settings.n_ctx"] == 512
     assert len(facts["chat_template"]) < 100 and KEY not in str(facts)
-    kept = {"model.id", "build_info", "chat_template", "model.meta.n_ctx_train"}
+    kept = {"model.id", "model.owned_by", "model.created", "model.meta.n_ctx_train"}
+    kept |= {"build_info", "chat_template"}
     kept |= {f"default_generation_settings.{name}" for name in ("n_ctx", "params.note")}
     assert set(facts) == kept
 
 
 def test_a_server_without_these_addresses_tells_its_model():
     with replying(lambda handler, body: None) as url:
-        assert RunningServer(url).facts == {"model.id": "target"}
+        assert RunningServer(url).facts == {"model.id": "target", "model.owned_by": "vllm"}
 
 
 def test_steps_without_drafts_are_target_calls(completion, monkeypatch):
