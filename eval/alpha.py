@@ -51,6 +51,7 @@ from draftsmith.eval.formulas import (
 )
 from draftsmith.eval.parts import BINS, Inside, believed, by_confidence, confidence_names, parts_of
 from draftsmith.eval.predict import Floats, PredictedCounts, Traces, predict, ranks_needed
+from draftsmith.eval.text_figures import TEXT_VALUES, text_values
 
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
 # fit.
@@ -58,7 +59,7 @@ MAX_LOGITS = 2**26
 
 
 # Traces of the next token, and all whose sums are counts.
-OF_NEXT = ("alpha", "greedy", "match", "missing", "own", "own_expected")
+OF_NEXT = ("alpha", "greedy", "match", "missing", *TEXT_VALUES)
 SUMS = (*OF_NEXT[:4], "copied", "copied_alpha", "drafted", "drafted_alpha")
 
 
@@ -167,6 +168,7 @@ class Reader:
     All drafts share one forward of the target. max_logits: the most logits held at once per model,
     except for a single row. confidence: also trace it. states: in place of the target's forward.
     drafts_see_penalties: as in `decode`; in engines they do not.
+    texts: trace `text_figures` too.
     """
 
     target: PreTrainedModel
@@ -179,6 +181,7 @@ class Reader:
     confidence: bool = False
     states: StoredStates | None = None
     drafts_see_penalties: bool = True
+    texts: bool = False
 
     def __post_init__(self) -> None:
         self.depths = max((method.shape.depth for method in self.methods), default=1)
@@ -330,7 +333,9 @@ class Reader:
         for rule, count in self.ranks.items():
             values[rule] = rank_chances(rule, p_NV[n_N], q_NV, x_N1, u_NK, count)
         if not depth:
-            values |= _next_token(p_NV, q_NV, logits_NV) | {"own": p_x_N1}
+            values |= _next_token(p_NV, q_NV, logits_NV)
+            if self.texts:
+                values |= text_values(p_NV, q_NV, x_N1)
             if self.confidence:
                 sums_NB3 = by_confidence(self.sampling, p_NV, q_NV, logits_NV)
                 arrays["confidence"] = batch.of_texts(sums_NB3.cpu())
@@ -373,7 +378,6 @@ def _next_token(p_NV: Tensor, q_NV: Tensor, logits_NV: Tensor) -> dict[str, Tens
         "greedy": p_NV.gather(1, q_NV.argmax(1, keepdim=True)),
         "match": (p_NV * q_NV).sum(1, keepdim=True),
         "missing": lacking_NV.sum(1, keepdim=True),
-        "own_expected": p_NV.square().sum(1, keepdim=True),
     }
 
 

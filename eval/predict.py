@@ -61,7 +61,7 @@ class Traces:
     * greedy: p(argmax q)
     * match: sum_x p q
     * missing: p of the tokens that the draft cannot draft
-    * own, own_expected: p of the text's token, and what the target's own have of it, sum_x p(x)^2
+    * if asked, those of `text_figures`
 
     Of the text's token x drafted at depth d. A language model drafts it alike at any depth, so
     there D = 1:

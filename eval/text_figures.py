@@ -16,23 +16,23 @@ Legend: P texts, N positions, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.core.io import JsonObject
-from draftsmith.core.sampling import Sampling
-from draftsmith.drafts.load import Draft
-from draftsmith.eval.alpha import Reader
 from draftsmith.eval.bootstrap import PromptSums, Resamples, estimate, pooled_ratios, resampled
-from draftsmith.eval.formulas import Continuation, Positions
+from draftsmith.eval.predict import Traces
 from draftsmith.eval.schema import Estimate
 
 # A token without probability counts as one of this.
 _LEAST = 1e-9
+# Names of the values: of drawn texts, and of greedy ones.
+TEXT_VALUES = (
+    *("likelihood", "likelihood_variance", "share", "share_variance", "apart"),
+    *("gap", "parted", "of_draft", "wide", "differs"),
+)
 # Rounding decides between tokens whose logits are closer than this (bf16 near 20: 0.125).
 _ROUNDING = 0.5
 
@@ -59,29 +59,51 @@ class TextFigure:
         return (self.estimate["value"] or 0.0) / self.error if self.error else 0.0
 
 
-def text_sums(at: Positions) -> dict[str, list[float]]:
-    """Return the sums of each text that `sampled_figures` reads. An observer of `eval.alpha`."""
-    x_N = _tokens(at)
-    p_NV = at.p_NV
-    q_NV = at.q_NV
+def text_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
+    """Return what the figures sum over the tokens x of texts, each `[N, 1]`."""
+    return _sampled_values(p_NV, q_NV, x_N1) | _greedy_values(p_NV, q_NV, x_N1)
+
+
+def _sampled_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
     both_NV = (q_NV + p_NV).clamp(min=torch.finfo(p_NV.dtype).tiny)
     lean_NV = (q_NV - p_NV) / both_NV
-    sums: dict[str, list[float]] = {}
+    values = {"apart": ((q_NV - p_NV) * lean_NV).sum(1, keepdim=True)}
     for name, f_NV in {"likelihood": p_NV.clamp(min=_LEAST).log(), "share": lean_NV}.items():
-        mean_N = (p_NV * f_NV).sum(1)
-        own_N = f_NV.gather(1, x_N[:, None])[:, 0]
-        square_N = (p_NV * f_NV.square()).sum(1)
-        sums[name] = at.sums(own_N - mean_N)
-        sums[f"{name}_variance"] = at.sums(square_N - mean_N.square())
-    sums["apart"] = at.sums(((q_NV - p_NV) * lean_NV).sum(1))
-    sums["tokens"] = [float(length) for length in at.lengths]
-    return sums
+        mean_N1 = (p_NV * f_NV).sum(1, keepdim=True)
+        square_N1 = (p_NV * f_NV.square()).sum(1, keepdim=True)
+        values[name] = f_NV.gather(1, x_N1) - mean_N1
+        values[f"{name}_variance"] = square_N1 - mean_N1.square()
+    return values
+
+
+def _greedy_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
+    """Return what a greedy server's tokens say; p and q at temperature 1.
+
+    gap: how much likelier, in logits, the target's own choice is. parted: there is a gap. of_draft:
+    and x is the draft's choice; wide: by a gap that rounding does not explain. differs: the draft's
+    choice has such a gap.
+    """
+    log_NV = p_NV.clamp(min=_LEAST).log()
+    gap_NV = log_NV.amax(1, keepdim=True) - log_NV
+    choice_N1 = q_NV.argmax(1, keepdim=True)
+    gap_N1 = gap_NV.gather(1, x_N1)
+    parted_N1 = gap_N1 > 0
+    of_draft_N1 = parted_N1 & (choice_N1 == x_N1)
+    return {
+        "gap": gap_N1,
+        "parted": parted_N1,
+        "of_draft": of_draft_N1,
+        "wide": of_draft_N1 & (gap_N1 > _ROUNDING),
+        "differs": gap_NV.gather(1, choice_N1) > _ROUNDING,
+    }
 
 
 def sampled_figures(
     sums: Mapping[str, Sequence[float]], picks: Resamples
 ) -> tuple[TextFigure, TextFigure]:
-    """Return the likelihood per token and the draft's share."""
+    """Return the likelihood per token and the draft's share, from sums by text of values, and of
+    `tokens`.
+    """
     likelihood = _figure(sums, "likelihood", "tokens", picks)
     return likelihood, _figure(sums, "share", "apart", picks)
 
@@ -95,43 +117,6 @@ def _figure(
     return TextFigure(found, math.sqrt(sum(sums[f"{name}_variance"])) / total if total else 0.0)
 
 
-def greedy_sums(at: Positions) -> dict[str, list[float]]:
-    """Return by text what a greedy server's tokens say. An observer; p is at temperature 1.
-
-    A token's gap is how much likelier, in logits, the target's own choice is. `tokens`; `parted`
-    with a gap; of those `of_draft` are the draft's choice, `wide_of_draft` by a gap that rounding
-    does not explain. `apart`: places where the draft's choice has such a gap. `first` parted token,
-    from 0, with its `gap`; -1 and 0 if none is.
-    """
-    x_N = _tokens(at)
-    log_NV = at.p_NV.clamp(min=_LEAST).log()
-    gap_NV = log_NV.amax(1, keepdim=True) - log_NV
-    choice_N = at.logits_NV.argmax(1)
-    gap_N = gap_NV.gather(1, x_N[:, None])[:, 0]
-    parted_N = gap_N > 0
-    of_draft_N = parted_N & (choice_N == x_N)
-    wide_N = gap_N > _ROUNDING
-    places = {
-        "parted": parted_N,
-        "of_draft": of_draft_N,
-        "wide_of_draft": of_draft_N & wide_N,
-        "apart": gap_NV.gather(1, choice_N[:, None])[:, 0] > _ROUNDING,
-    }
-    sums = {name: at.sums(place_N.double()) for name, place_N in places.items()}
-    sums["tokens"] = [float(length) for length in at.lengths]
-    sums |= {"first": [], "gap": []}
-    for gaps in gap_N.split(at.lengths):
-        parted = gaps.nonzero()
-        sums["first"].append(float(parted[0]) if len(parted) else -1.0)
-        sums["gap"].append(float(gaps[parted[0]]) if len(parted) else 0.0)
-    return sums
-
-
-def _tokens(at: Positions) -> Tensor:
-    tokens = list(chain.from_iterable(text.output_ids for text in at.texts))
-    return torch.tensor(tokens, device=at.p_NV.device)
-
-
 @dataclass(frozen=True)
 class Texts:
     """The table's rows, and what they say of the texts: a finding, if they are not the target's
@@ -143,26 +128,11 @@ class Texts:
     remarks: Sequence[str] = ()
 
 
-def measure_texts(
-    target: PreTrainedModel,
-    draft: Draft,
-    texts: Sequence[Continuation],
-    sampling: Sampling,
-    picks: Resamples,
-) -> Texts:
-    """Read texts, said to be of the target at this sampling, once with target and draft."""
-    greedy = sampling.greedy
-    reader = Reader(
-        target,
-        {"draft": draft},
-        replace(sampling, temperature=1.0) if greedy else sampling,
-        [],
-        batch_size=8,
-        observer=greedy_sums if greedy else text_sums,
-        drafts_see_penalties=False,
-    )
-    sums = reader.read(texts).observed["draft"]
-    return _greedy(sums, texts, picks) if greedy else _sampled(sums, picks)
+def judge_texts(traces: Traces, greedy: bool, picks: Resamples) -> Texts:
+    """Judge texts, said to be of the target, from traces with the values above."""
+    sums = {name: traces.sums(name) for name in TEXT_VALUES}
+    sums["tokens"] = traces.lengths_P.tolist()
+    return _greedy(traces, sums, picks) if greedy else _sampled(sums, picks)
 
 
 def _sampled(sums: Mapping[str, Sequence[float]], picks: Resamples) -> Texts:
@@ -200,26 +170,25 @@ def _beyond(figure: TextFigure, margin: float) -> bool:
     return away and abs(figure.z) > _Z and abs(found["value"]) > margin
 
 
-def _greedy(
-    sums: Mapping[str, Sequence[float]], texts: Sequence[Continuation], picks: Resamples
-) -> Texts:
+def _greedy(traces: Traces, sums: Mapping[str, Sequence[float]], picks: Resamples) -> Texts:
     def row(name: str, above: str, below: str) -> JsonObject:
         found = estimate(PromptSums.of(sums[above], sums[below]), picks)
         return {"text": name, "value": found}
 
     rows = [
-        row("draft's share", "wide_of_draft", "apart"),
+        row("draft's share", "wide", "differs"),
         row("tokens that are not the target's choice", "parted", "tokens"),
         row("of them the draft's choice", "of_draft", "parted"),
     ]
-    parted = [index for index, first in enumerate(sums["first"]) if first >= 0]
-    if parted:
-        first = min(parted, key=lambda index: sums["first"][index])
-        # The answer's first token is not among the tokens read.
-        place = f"token {sums['first'][first] + 2:.0f} of {texts[first].id}"
-        gap = sums["gap"][first]
-        words = {"first": f"{place}, by {gap:.3f}", "gap": gap}
-        rows.append({"text": "answers that are not its own", "value": len(parted), **words})
+    gaps_PL = traces.values["gap"][0]
+    if parted := [text for text, count in enumerate(sums["parted"]) if count]:
+        first_P = (gaps_PL > 0).argmax(1)
+        text = min(parted, key=lambda text: first_P[text])
+        gap = float(gaps_PL[text, first_P[text]])
+        # The answer's first token is not among those that are read.
+        words = f"token {first_P[text] + 2} of answer {text + 1}, by {gap:.3f}"
+        found: JsonObject = {"text": "answers that are not its own", "value": len(parted)}
+        rows.append(found | {"first": words, "gap": gap})
     share, other = rows[0]["value"], rows[1]["value"]
     if (share["low"] or 0) > 0 and share["value"] > _SHARE:
         words_of = f"{share['value']:.0%} of the tokens are the draft's own"

@@ -31,10 +31,10 @@ from draftsmith.eval.bootstrap import PromptSums, Resamples, difference, estimat
 from draftsmith.eval.predict import PredictedCounts
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
-from draftsmith.eval.text_figures import measure_texts
+from draftsmith.eval.text_figures import judge_texts
 from draftsmith.pair import Pair, load_pair
 from draftsmith.serving.asking import Load, ask
-from draftsmith.serving.replays import CHANGES, Case, replay
+from draftsmith.serving.replays import CHANGES, Case, replay, trace
 from draftsmith.serving.running_server import NAMES, RunningServer, ServedAnswer
 from draftsmith.serving.settings import Settings, measure_settings
 
@@ -69,7 +69,8 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     rows = [each.text for each in alone.asked]
     case = Case(pair.target, pair.drafts["draft"], rows, sampling, settings.rule or "")
     picks = resamples(alone.groups, _RESAMPLES, seed=0)
-    texts = measure_texts(case.target, case.draft, rows, sampling, picks)
+    drawn = replace(sampling, temperature=sampling.temperature or 1.0)
+    texts = judge_texts(trace(replace(case, sampling=drawn)), sampling.greedy, picks)
     judged = [(_NOT_OWN, texts.finding)] if texts.finding else []
     acceptance: list[JsonObject] = []
     replays: list[JsonObject] = []

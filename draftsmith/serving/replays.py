@@ -26,7 +26,7 @@ from draftsmith.drafts.load import Draft
 from draftsmith.eval.alpha import Reader
 from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
-from draftsmith.eval.predict import PredictedCounts, predict
+from draftsmith.eval.predict import PredictedCounts, Traces, predict
 
 # So many windows are tried, the longest first, each half of the one before.
 _WINDOWS = 4
@@ -48,18 +48,23 @@ class Case:
 def replay(case: Case, tokens: int) -> PredictedCounts:
     """Predict drafting `tokens` at a time along the case's texts."""
     method = Method.of(f"chain:{tokens}", case.rule)
+    found = predict(method.shape, method.verifier, case.sampling, trace(case, [method]))
+    assert found is not None
+    return found
+
+
+def trace(case: Case, methods: Sequence[Method] = ()) -> Traces:
+    """Read the case's texts once with target and draft."""
     reader = Reader(
         case.target,
         {"draft": case.draft},
         case.sampling,
-        [method],
+        methods,
         batch_size=8,
         drafts_see_penalties=False,
+        texts=True,
     )
-    traces = reader.read(case.rows).traces["draft"]
-    counts = predict(method.shape, method.verifier, case.sampling, traces)
-    assert counts is not None
-    return counts
+    return reader.read(case.rows)["draft"]
 
 
 Cases = Iterator[tuple[str, Case]]
