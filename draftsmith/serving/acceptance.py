@@ -88,7 +88,7 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
                 acceptance += counts.by_length([len(answer.prompt_ids) for answer in answers])
                 explained = texts.finding or settings.differing
                 if counts.judgement == "less" and not explained:
-                    replays = _replays(case, tokens, counts)
+                    replays = _replays(case, tokens, load)
     judgement, because = _judgement(settings, judged, replays)
     remarks = [remark["text"] for remark in of_groups({"prompts": alone.groups})]
     return {
@@ -121,15 +121,13 @@ def _judgement(
     return judgement, because
 
 
-def _replays(case: Case, tokens: int, counts: "_Compared") -> list[JsonObject]:
+def _replays(case: Case, tokens: int, load: Load) -> list[JsonObject]:
     """Replay every change that applies; none fits where nothing is accepted."""
-    accepts = (counts.served.pooled or 1.0) > 1.0
     rows: list[JsonObject] = []
     for name, change in CHANGES.items():
         for detail, changed in change(case):
-            calls = replay(changed, tokens)["target_calls"]
-            again = PromptSums.of(counts.served.numerator_P.tolist(), calls)
-            found = replace(counts, predicted=again)
+            found = _Compared.of(load, replay(changed, tokens))
+            accepts = (found.served.pooled or 1.0) > 1.0
             fits = accepts and found.judgement == "as predicted"
             rows.append(found.row(f"{name}: {detail}") | {"fits": fits})
     return rows
@@ -223,8 +221,8 @@ def _by_position(
     for at in range(len(ours_PD[0])):
         served = PromptSums(accepted_PD[:, at], reached_PD[:, at])
         ours = PromptSums(ours_PD[:, at], of_ours_PD[:, at])
-        row = {"served": estimate(served, picks), "predicted": estimate(ours, picks)}
-        rows.append({"of": f"position {at + 1}, if reached", **row})
+        row: JsonObject = {"served": estimate(served, picks), "predicted": estimate(ours, picks)}
+        rows.append(row | {"of": f"position {at + 1}, if reached"})
     return rows
 
 

@@ -63,14 +63,13 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
         ignore_eos=False,
         vocabulary=len(pair.tokenizer),
     )
-    states_sampling = config.temperature is not None
 
     def load(name: str, prompts: Sequence[Prompt], at_once: int) -> Load:
         answers: list[ServedAnswer] = []
         begin = time.monotonic()
         for first in track(range(0, len(prompts), at_once), name, -(-len(prompts) // at_once)):
             together = prompts[first : first + at_once]
-            answers += server.answers(together, completion, states_sampling)
+            answers += server.answers(together, completion, config.temperature is not None)
         seconds = time.monotonic() - begin
         asked = []
         groups = []
@@ -80,8 +79,8 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
                 groups.append(index // at_once)
         if all(answer.counted == 1 for answer in answers):
             groups = groups_of([each.prompt for each in asked])
-        tokens = sum(len(answer.output_ids) for answer in answers)
-        return Load(name, asked, groups, tokens / seconds)
+        speed = sum(len(answer.output_ids) for answer in answers) / seconds
+        return Load(name, asked, groups, speed)
 
     alone = load("alone", read.prompts, 1)
     if not alone.asked:

@@ -28,9 +28,6 @@ from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.method import Method
 from draftsmith.eval.predict import PredictedCounts, Traces, predict
 
-# So many windows are tried, the longest first, each half of the one before.
-_WINDOWS = 4
-
 
 @dataclass(frozen=True)
 class Case:
@@ -121,7 +118,7 @@ def _no_prompt(case: Case) -> Cases:
 
 def _window(case: Case) -> Cases:
     longest = max(len(row.ids) for row in case.rows)
-    for halved in range(1, _WINDOWS + 1):
+    for halved in range(1, 5):  # windows are tried from half of the longest text down
         size = 1 << ((longest - 1).bit_length() - halved)
         yield from _seeing(case, f"{size} tokens", partial(_recent, size))
 

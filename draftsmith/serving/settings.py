@@ -30,8 +30,6 @@ _CALLED = {
 }
 # Of these an engine needs so many at least.
 _ROOMS = ("longest text", "at once")
-# These have other names where nothing differs.
-_NAMED = ("draft", "target", "version")
 # What differs here can be why less is accepted, or why texts are others.
 _EXPLAIN = ("method", "rule", "sampling", "prompts", "longest text", "draft's target", "cache")
 # SGLang accepts more than its rule would below 1.
@@ -108,7 +106,7 @@ def measure_settings(
         "at once": max([1, *config.concurrency]),
         "draft": config.draft,
         "target": config.target,
-        "version": None,
+        "version": said["version"],
     }
     for name in ("method", "dtype"):
         said[name] = _spelled(said[name])
@@ -119,7 +117,7 @@ def _row(name: str, said: object, assumed: object) -> JsonObject:
     state = "same" if said == assumed else "differs"
     if name in _ROOMS and int(str(said or 0)) >= int(str(assumed)):
         state = "same"
-    if said is None or (state == "differs" and name in _NAMED):
+    if said is None:
         state = "not told"
     return {"setting": name, "server": said, "assumed": assumed, "state": state}
 
