@@ -70,7 +70,7 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
         for first in track(range(0, len(prompts), at_once), name, -(-len(prompts) // at_once)):
             together = prompts[first : first + at_once]
             answers += server.answers(together, completion, config.temperature is not None)
-        seconds = time.monotonic() - begin
+        speed = sum(len(answer.output_ids) for answer in answers) / (time.monotonic() - begin)
         asked = []
         groups = []
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -79,7 +79,6 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
                 groups.append(index // at_once)
         if all(answer.counted == 1 for answer in answers):
             groups = groups_of([each.prompt for each in asked])
-        speed = sum(len(answer.output_ids) for answer in answers) / seconds
         return Load(name, asked, groups, speed)
 
     alone = load("alone", read.prompts, 1)
