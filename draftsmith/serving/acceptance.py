@@ -127,8 +127,7 @@ def _replays(case: Case, tokens: int, load: Load) -> list[JsonObject]:
     for name, change in CHANGES.items():
         for detail, changed in change(case):
             found = _Compared.of(load, replay(changed, tokens))
-            accepts = (found.served.pooled or 1.0) > 1.0
-            fits = accepts and found.judgement == "as predicted"
+            fits = (found.served.pooled or 1.0) > 1.0 and found.judgement == "as predicted"
             rows.append(found.row(f"{name}: {detail}") | {"fits": fits})
     return rows
 
