@@ -96,7 +96,7 @@ def judged(p, q, x):
 def test_a_sampler_that_is_not_lossless_is_seen(laws, rule):
     random = torch.Generator().manual_seed(3)
     times = 20 if rule == "shared noise" else 3
-    sums = {name: [] for name in (*TEXT_VALUES, "tokens")}
+    sums: dict[str, list[float]] = {name: [] for name in (*TEXT_VALUES, "tokens")}
     for _ in range(times):
         traces = traces_of(laws.p, laws.q, sampled(rule, laws.p, laws.q, random))
         for name in TEXT_VALUES:
