@@ -48,11 +48,12 @@ def ask(place, port):
 
 
 def is_less_beyond_its_length(found):
-    by_length = found["by_length"]
-    assert found["likelihood"]["value"] == 1.0, "these are not the target's own texts"
-    away = [row["predicted"]["value"] - row["served"]["value"] for row in by_length]
-    assert [row["up_to"] for row in by_length] == [16, 32, 64, 128, 256]
-    assert away[:2] == [0, 0] and away[3] >= 0 and away[4] > 0.2, by_length
+    rows = [row for row in found["acceptance"] if row["of"].startswith("prompts of up to ")]
+    assert found["texts"][1]["value"]["value"] == 0.0, "these are not the target's own texts"
+    away = [row["predicted"]["value"] - row["served"]["value"] for row in rows]
+    assert [row["of"].split()[4] for row in rows] == ["16", "32", "64", "128", "256"]
+    assert away[:2] == [0, 0] and away[3] >= 0 and away[4] > 0.2, rows
+    assert found["judgement"] == "less"
 
 
 def test_a_window_of_64_in_vllm(tmp_path):
