@@ -335,7 +335,8 @@ def test_a_head_learns_from_vllm_as_beside_the_target(tmp_path, door, monkeypatc
         tmp_path / "p.jsonl", *({"prompt": f"If the lock {number} is not"} for number in range(40))
     )
     run = words(target, prompts, tmp_path / "states", tmp_path / "set")
-    run += ["--dtype", "float32", "--max_new_tokens", 24]
+    # At temperature 1 its answers are no draws of the target, and refused (vLLM 0.32 on a CPU).
+    run += ["--dtype", "float32", "--max_new_tokens", 24, "--temperature", 0]
     there = ["distill", "--states_of", tmp_path / "set", "--target", target, "--engine", "vllm"]
     there += ["--dtype", "float32", "--states", tmp_path / "again"]
     process = test_distill_vllm.inside(run, there)

@@ -27,15 +27,13 @@ def described(manifest: JsonObject) -> list[str]:
             f"{differ} rows are a server's text, in tokens that the target did not draw; "
             "serve it with vLLM or llama-server for its own"
         )
-    texts = manifest.get("texts")
-    if texts is None:
+    if not (texts := manifest.get("texts")):
         return [*lines, "its texts were not measured when it was made"]
     rows = manifest["counts"]["rows"]
     different = f"{texts['different']} different answers"
     if texts["different"] == texts["prompts"] < rows:
-        drawn = manifest["config"].get("temperature")
-        cause = "the engine ignores `seed`" if drawn else "nothing was drawn"
-        different += f" (the samples of each prompt are equal: {cause})"
+        different += " (the samples of each prompt are equal"
+        different += ": `seed` is ignored)" if manifest["config"]["temperature"] else ")"
     tokens = manifest["response_tokens"]
     ended = manifest["finish_reasons"]["stop"] / rows
     lines += [

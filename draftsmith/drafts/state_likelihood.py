@@ -71,6 +71,6 @@ class StateLikelihood:
                 raise RunError(
                     f"states: {document}, {len(ids)} tokens: they bear out {share:.0%} of what "
                     f"{len(part_N3)} of its last states claim; one claims {claimed_N.min():.2f} "
-                    "nats: they are of other tokens, of another model, or empty"
+                    "nats: they are empty or of others, or the answer is not the target's own"
                 )
         return float(share)
