@@ -176,8 +176,8 @@ def earlier_layers(pair: ds.Pair, draft: Any) -> None:
     draft.hidden_layers = tuple(layer - 1 for layer in draft.hidden_layers)
 
 
-def unmapped(pair: ds.Pair, draft: Any) -> None:
-    draft.target_ids_D = torch.arange(len(draft.d2t))
+def shifted(pair: ds.Pair, draft: Any) -> None:
+    draft.target_ids_D = draft.d2t.roll(1) + torch.arange(len(draft.d2t))
 
 
 @SLOW
@@ -185,7 +185,7 @@ def unmapped(pair: ds.Pair, draft: Any) -> None:
     ("plant", "change"),
     [
         (earlier_layers, "auxiliary layers: one earlier"),
-        (unmapped, "vocabulary map: not applied"),
+        (shifted, "vocabulary map: shifted by one row"),
     ],
 )
 def test_a_head_that_an_engine_reads_otherwise_is_named(head, plant, change):
