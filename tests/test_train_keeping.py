@@ -81,9 +81,7 @@ def test_held_states_save_forwards_and_change_no_bit(
         forwards.clear()
         monkeypatch.setattr(draft_setup, "_MEMORY_BYTES", limit)
         cache = ["--head.features", str(tmp_path / "features")] if name == "disk" else []
-        _, err = door.ok(*words, *more, *cache, "--out", tmp_path / name)
-        # What a cache will take on disk is said before the first step.
-        assert ("states of all rows take 0.0" in err) == (name == "disk")
+        door.ok(*words, *more, *cache, "--out", tmp_path / name)
         made = [
             (tmp_path / name / file).read_bytes()
             for file in ("model.safetensors", "run/metrics.jsonl")
