@@ -51,7 +51,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.batch_run import OnTokens
 from draftsmith.decode.method import OWN_TREE, Method
-from draftsmith.decode.propose.choosing import ChoosingProposer, chooser
+from draftsmith.decode.propose.choosing import ChoosingProposer, Costs, chooser
 from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.verify import find_verifier
@@ -222,6 +222,7 @@ class Pair:
         self.context = loaded.context
         self._fast = fast
         self._compile = compile
+        self._costs: dict[tuple[str, ...], Costs] = {}
         self._decoder = partial(SpeculativeDecoder, self.target, fast=fast, compile=compile)
         if fast and not compile:
             take_over(self.target, *self.drafts.values())
@@ -408,12 +409,14 @@ class Pair:
         if self._compile:
             return None
         drafts = [self.drafts[name] for name in names]
-        costs = kept_costs(self.target, drafts, proposer)
+        pair = (proposer.name, *names)
+        if pair not in self._costs:
+            self._costs[pair] = kept_costs(self.target, drafts, proposer)
         rule = None if verifier is None else find_verifier(verifier)
         card = read_record(Path(names[0])) if names else {}
         heldout = [card.get(f"heldout_alpha_{depth}") for depth in range(1, 5)]
         prior = [alpha for alpha in heldout if alpha is not None] or [0.5]
-        return chooser(proposer, self.target, rule, costs, prior)
+        return chooser(proposer, self.target, rule, self._costs[pair], prior)
 
     def decode(self, job: Job, on_tokens: OnTokens | None = None) -> Iterator[list[Output]]:
         """Decode the requests batch by batch; yield the outputs of each batch in order. Raise
