@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.core.models import vocabulary_size
+from draftsmith.core.models import context_length, vocabulary_size
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode.engine import SpeculativeDecoder
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
@@ -111,11 +111,12 @@ def measure(
     for name, tree in shapes.items():
         decoders[name] = decoder(draft, tree)
     context = [1 + index % (vocabulary_size(target) - 1) for index in range(CONTEXT)]
+    room = (context_length(target) or 1024) - CONTEXT
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
     for turn in range(ROUNDS + 1):
         for name, timed in decoders.items():
             clock = _Clock(target.device)
-            most = (STEPS + 1) * (timed.tree.depth + 1)
+            most = min((STEPS + 1) * (timed.tree.depth + 1), room)
             timed.generate([context], sampling, most, eos_ids=(), stop=clock, seed=turn)
             if turn:  # the first warms up
                 seconds[name] += [after - before for before, after in pairwise(clock.times)]
