@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pyarrow.parquet as pq
-
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import JsonObject, read_manifest, sha256_file
 
@@ -60,6 +58,8 @@ def set_file(directory: Path, part: JsonObject) -> Path:
 
 def set_rows(directory: str | Path, columns: list[str] | None = None) -> Iterator[JsonObject]:
     """Yield the rows of a set, one part in memory; InputError as `set_file`."""
+    import pyarrow.parquet as pq
+
     directory = Path(directory)
     for part in read_manifest(directory)["parts"]:
         yield from pq.read_table(set_file(directory, part), columns=columns).to_pylist()
