@@ -16,7 +16,7 @@ from draftsmith.eval.summary import lead
 
 
 @pytest.mark.slow(60)
-def test_demo_from_prompts_to_report(short_demo, monkeypatch, golden):
+def test_demo_from_prompts_to_report(short_demo, monkeypatch):
     monkeypatch.chdir(short_demo)
     out, demo = Path("said").read_text(), short_demo / "out" / "demo"
     results = Results.load(demo / "eval")
@@ -51,10 +51,9 @@ def test_demo_from_prompts_to_report(short_demo, monkeypatch, golden):
     )
     speedups = [row["value"] for row in summary["large"]["rows"] if row["figure"] == "speedup"]
     assert len(speedups) == 3 * 4 and min(speedups) > 0
-    golden(Path(summary["large"]["report"]).read_text(), having="padded")
+    assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
     page = (demo / "report.html").read_text()
-    golden(out, having="padded")
-    golden(page, having="padded")
+    assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
     assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
     assert out.splitlines()[:-1].count(lead(large).headline) == 1
     for example in EXAMPLES.values():
