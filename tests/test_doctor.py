@@ -475,7 +475,7 @@ def test_the_classes_are_those_of_the_vllm_that_is_installed():
 
 
 @pytest.mark.engines
-def test_vllm_says_the_same(tmp_path, monkeypatch, golden):
+def test_vllm_says_the_same(tmp_path, monkeypatch):
     """Thirteen pairs in one process; most refusals follow from configs, and no weights are read."""
     python, loads = engine("vllm"), dict[str, bool]()
     runs: dict[str, dict[str, Any]] = {}
@@ -514,7 +514,7 @@ def test_vllm_says_the_same(tmp_path, monkeypatch, golden):
     assert len(loads) == 13 and sum(loads.values()) == 7
     reason = verdicts(TARGET, str(tmp_path / "same"))["vllm"]["reason"]
     assert "head_dim=16" in here["refused"]
-    golden(reason)
+    assert "not on a CPU" in reason and "heads of size 16" in reason
 
 
 def test_every_rule_of_the_table_is_a_method_of_a_pair():

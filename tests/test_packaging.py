@@ -160,10 +160,10 @@ def test_installed_demo_runs_from_an_empty_directory_offline(installed, tmp_path
 
 
 @pytest.mark.engines
-def test_an_installed_recipe_is_read_from_an_empty_directory(installed, tmp_path, golden):
+def test_an_installed_recipe_is_read_from_an_empty_directory(installed, tmp_path):
     recipe = "configs/train/llama-160m_vicuna-7b_alpaca_fkl.yaml"
     words = [installed / "draftsmith", "train", "--config", recipe, "--print_config"]
-    golden(run(*words, cwd=tmp_path))
+    assert "replay_fraction: 0.7" in run(*words, cwd=tmp_path)
 
 
 def test_a_checkout_without_its_links_says_so_in_one_line(tmp_path):
