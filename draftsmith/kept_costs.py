@@ -27,23 +27,27 @@ from draftsmith.drafts.load import Draft, draft_fingerprint
 
 def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Proposer) -> Costs:
     """Return the costs of a pair's steps by sampling; read or measured once a process."""
-    pair = [
-        fingerprint(target),
-        *map(draft_fingerprint, drafts),
-        proposer.name,
-        dtype_name(target),
-        str(target.device),
-        torch.get_num_threads(),
-        platform.node(),
-        torch.__version__,
-    ]
     draft = proposer.draft if isinstance(proposer, LookupFirst) else proposer
     model = draft if drafts else None
     trees = all(takes_trees(target, each) for each in drafts)
 
     @cache
+    def pair() -> list[object]:
+        # Hashing reads all weights.
+        return [
+            fingerprint(target),
+            *map(draft_fingerprint, drafts),
+            proposer.name,
+            dtype_name(target),
+            str(target.device),
+            torch.get_num_threads(),
+            platform.node(),
+            torch.__version__,
+        ]
+
+    @cache
     def costs_of(greedy: bool) -> StepCosts:
-        file = _directory() / f"{hash_json([*pair, greedy])[:16]}.json"
+        file = _directory() / f"{hash_json([*pair(), greedy])[:16]}.json"
         found = kept_json(file, "costs of steps", ("target", "first", "more"))
         if found is not None:
             return StepCosts(_curve(found["target"]), found["first"], _curve(found["more"]))

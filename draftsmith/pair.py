@@ -386,7 +386,7 @@ class Pair:
                 name = type(chosen).__name__
                 proposer = chosen
             if tree is None or tree == "auto":
-                found = self._chooser(proposer, names, verifier)
+                found = self._chooser(proposer, names, drafts, verifier)
                 tree = None if found is None else "auto"
                 proposer = found or proposer
             shape = None if tree == "auto" else tree
@@ -404,11 +404,14 @@ class Pair:
         return Decoding(decoder, name, method, drafts, datastore)
 
     def _chooser(
-        self, proposer: Proposer, names: Sequence[str], verifier: str | Verifier | None
+        self,
+        proposer: Proposer,
+        names: Sequence[str],
+        drafts: Sequence[Draft],
+        verifier: str | Verifier | None,
     ) -> ChoosingProposer | None:
         if self._compile:
             return None
-        drafts = [self.drafts[name] for name in names]
         pair = (proposer.name, *names)
         if pair not in self._costs:
             self._costs[pair] = kept_costs(self.target, drafts, proposer)
