@@ -75,8 +75,9 @@ class Golden:
 
     def __call__(self, text: object, having: str = "") -> None:
         """Compare a text, or its lines that have a word."""
-        lines = str(text).splitlines()
-        self._compare("\n".join(line for line in lines if having in line))
+        lines = [line for line in str(text).splitlines() if having in line]
+        assert lines or not having, f"no line has {having!r}: {text}"
+        self._compare("\n".join(lines))
 
     def _compare(self, text: str) -> None:
         for pattern, name in self._masks.items():
