@@ -378,9 +378,8 @@ def test_a_balanced_draft_replays_and_is_compared_with_a_plain_one(door, words, 
     )
     assert (kept["replay"], kept["replay_fraction"]) == ([str(out / "general")], 0.5)
     differ = {key for key in kept if kept[key] != plain[key]}
-    assert differ == {"out", "replay", "replay_fraction", "steps"}
-    # Both are trained on as many answers.
-    assert (plain["steps"], kept["steps"]) == (6, 12)
+    assert differ == {"out", "replay", "replay_fraction"}
+    assert kept["steps"] == 12
     manifest = json.loads((out / "general" / "manifest.json").read_text())
     written = manifest["config"]
     assert (written["prompts"][:6], written["temperature"]) == ("token:", 1.0)
@@ -492,14 +491,15 @@ def test_choices_follow_what_is_given():
     # A fresh EAGLE-3 head drafts a part of the vocabulary.
     drafted = VocabularySize(tokens=8192, missing=0.01, cost=0.06)
     assert chosen(config_of(), drafted=drafted)["train"].draft_vocab_size == 8192
-    # Steps are those that training takes, with replay or without; what depends on them goes by
-    # those on answers.
+    # Steps are those that every training takes, with replay or without; what depends on them goes
+    # by those on answers.
     for steps, every in ((60, 10), (200, 33), (6000, 200)):
         given = config_of(train={"steps": steps}, distill={"num_samples": 4})
         balanced = chosen(given)["train"]
         assert (balanced.steps, balanced.eval_every) == (steps, every)
         assert chosen(replace(given, policy="id"))["train"].steps == steps
     assert 2 * chosen(config_of(policy="id"))["train"].steps == train.steps
+    assert 3 * chosen(config_of(train={"epochs": 1}))["train"].steps == train.steps
     assert chosen(config_of(), temperature=0.0)["eval"].temperature == [0.0]
 
 
@@ -511,6 +511,10 @@ def test_options_of_a_stage_reach_it(draft_dir):
     assert (kept.optim.warmup_steps, kept.batch_size, kept.accumulation) == (3, 2, 2)
     assert kept.tracker == "wandb" and kept.kind == "lm"
     assert (plain.replay, plain.replay_fraction, plain.optim) == ([], 0.0, kept.optim)
+    # Where no steps are given, both are trained on as many answers.
+    assert kept.steps == 2 * plain.steps
+    found = chosen(replace(config, train=given | {"steps": 60}))
+    assert {found[name].steps for name in ("train-jsd-plain", "train-jsd-balanced")} == {60}
     with pytest.raises(InputError, match="must be greater than or equal to 1"):
         config_of(train={"batch_size": 0})
     served = {"engine": "openai", "endpoint": ["http://h/v1"], "temperatures": ["0:0.5", "1:0.5"]}
@@ -529,6 +533,7 @@ def test_options_of_a_stage_reach_it(draft_dir):
         ({"kind": "eagle4"}, "eagle3"),
         ({"kind": "eagle", "draft": "d"}, "draft: give one of --draft, --init and --kind"),
         ({"ood": ["a=https://h/x.jsonl?sig=1"]}, "ood: no file keeps the secrets of a URL"),
+        ({"train": {"objective": "ce"}}, "train.objective: is set by align"),
     ],
 )
 def test_what_cannot_be_is_refused(given, said):

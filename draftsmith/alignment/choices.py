@@ -148,34 +148,29 @@ def _train(config: AlignConfig, facts: Facts, distill: DistillConfig, draft: Tra
     batch = max(1, min(fits, rows // groups()))
     batch = choices.choose("batch_size", batch, f"{rows} rows a step")
     choices.choose("accumulation", max(1, rows // (batch * groups())), f"{rows} rows a step")
-    _schedule(config, facts, _answers(distill), draft, choices)
+    _schedule(facts, _answers(distill), choices)
     return choices
 
 
-def _schedule(
-    config: AlignConfig, facts: Facts, answers: int, draft: Trained, choices: Choices
-) -> None:
+def _schedule(facts: Facts, answers: int, choices: Choices) -> None:
     """Choose the steps of a training, and what depends on them."""
     values = choices.values
     rows = values["batch_size"] * values["accumulation"] * groups()
-    # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
-    # writing the answers.
-    passes = facts.by_device(5, 3 if config.draft is None else 5)
-    if answers >= 10_000:
-        passes = 3 if answers < 50_000 else 1
+    passes = values.get("epochs")
+    fewest = 1
+    if passes is None:
+        # On a CPU the loss of a fresh head, over the vocabulary at every depth, takes longer than
+        # writing the answers.
+        passes = facts.by_device(5, 3 if values["draft"] is None else 5)
+        if answers >= 10_000:
+            passes = 3 if answers < 50_000 else 1
+        fewest = 50
     heldout = values.get("heldout_fraction", 0.05) * answers
-    # Those on answers; replay takes its share beside them.
-    steps = max(50, math.ceil(passes * (answers - heldout) / rows))
-    share = (config.policy == "balanced") * config.train.get("replay_fraction", _REPLAYED)
-    if values.get("steps") is not None:
-        steps = round(values["steps"] * (1 - share))
-        if not draft.replays:
-            values["steps"] = steps
-    if not draft.replays:
-        share = 0.0
-    if values.get("epochs") is None:
-        reason = f"{passes} passes over {answers} answers, {rows} rows a step"
-        choices.choose("steps", round(steps / (1 - share)), reason)
+    # Replay takes its share of the steps.
+    answered = 1 - values.get("replay_fraction", 0.0)
+    steps = max(fewest, math.ceil(passes * (answers - heldout) / rows))
+    reason = f"{passes} passes over {answers} answers, {rows} rows a step"
+    steps = round(answered * choices.choose("steps", round(steps / answered), reason))
     choices.choose("optim.warmup_steps", min(100, max(1, steps // 20)), f"{steps} steps on answers")
     # A held-out row costs about a third of a trained one: measuring then takes a sixth as long as
     # training, also where a few steps are trained on many answers.

@@ -89,7 +89,11 @@ class AlignConfig(LargeTargetOptions, RunOptions):
             raise InputError(
                 "init: reads a whole target; make the draft by draftsmith init, and give --draft"
             )
-        for key, value in asdict(self).items():
+        values = asdict(self)
+        for part in ("distill", "train", "eval"):
+            if taken := values[part].keys() & (values.keys() | {"data"}):
+                raise InputError(f"{part}.{min(taken)}: is set by align; leave it out")
+        for key, value in values.items():
             # Prompts that are divided are read from files of the run.
             named = key != "prompts" or self.id
             if named and without_secrets(value) != value:
