@@ -1,26 +1,10 @@
-"""What the tests of `distill` share: rows and files of a set, and the death of a process that
-writes one.
-"""
+"""What the tests of `distill` share: rows and files of a set."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-
-# The process of this patch is killed while it writes the given part (from 1).
-KILL_IN_PART = """
-import os, signal
-import draftsmith.distill.parts as module
-write, written = module.pq.write_table, []
-def dying(table, path):
-    written.append(path)
-    if len(written) == {part}:
-        path.write_bytes(b"PAR1 half a file")
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(table, path)
-module.pq.write_table = dying
-"""
 
 
 def rows_of(directory: Path | str = "set") -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import TypeAdapter
 from transformers import AutoModelForCausalLM
 
 from draftsmith.cli.decode_run import load, write_pieces
@@ -23,24 +22,12 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import decode_text, load_tokenizer
 from draftsmith.decode import PROPOSERS, TREES, VERIFIERS
 from draftsmith.drafts.heads import HEADS, save_head
-from draftsmith.outputs import Detokenizer, Output
+from draftsmith.outputs import Detokenizer
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog.",
     "A draft model proposes tokens and the target accepts.",
 ]
-
-KILL_AT_ROW = """
-import os, signal
-import draftsmith.pair as command
-make, made = command.Output, []
-def dying(**values):
-    made.append(1)
-    if len(made) == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return make(**values)
-command.Output = dying
-"""
 
 
 def read(path):
@@ -115,51 +102,6 @@ def test_rows_are_those_of_the_contract(
     assert summary["tokens"] == sum(len(row["output_ids"]) for row in rows)
     assert summary["tau"] == pytest.approx(summary["tokens"] / summary["target_calls"])
     golden(said)
-
-
-@pytest.mark.slow
-def test_a_killed_run_continues_where_it_was(tmp_path, spawn, target_dir, draft_dir, prompts_file):
-    words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompts", prompts_file]
-    words += [
-        "--num_samples",
-        "2",
-        "--temperature",
-        "1",
-        "--max_new_tokens",
-        "8",
-        "--batch_size",
-        "2",
-    ]
-    words += ["--out", "rows.jsonl", "--json"]
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    killed.mkdir()
-    whole.mkdir()
-    unbroken, _ = spawn(*words, cwd=whole).wait()
-    spawn(*words, cwd=killed, patch=KILL_AT_ROW).wait(-9)
-    assert sorted(p.name for p in killed.iterdir()) == [
-        ".rows.jsonl.draftsmith-lock",
-        ".rows.jsonl.partial",
-    ]
-    journal = (killed / ".rows.jsonl.partial").read_text().splitlines()[1:]
-    before = [
-        TypeAdapter(Output).validate_python(kept).row()
-        for line in journal
-        for kept in json.loads(line.split(maxsplit=1)[1])  # behind its checksum
-    ]
-    assert len(before) == 4
-    # What another command left is not continued, and not an error.
-    spawn(*words, "--seed", "9", "--out", "other.jsonl", cwd=killed).wait()
-    continued, _ = spawn(*words, cwd=killed).wait()
-    sums = [json.loads(printed.splitlines()[-1]) for printed in (continued, unbroken)]
-    for key in ("tokens", "target_calls", "proposed", "accepted", "tau", "accept_at", "alpha_mcsd"):
-        assert sums[0][key] == sums[1][key], key
-    rows = read(killed / "rows.jsonl")
-    assert timeless(rows) == timeless(read(whole / "rows.jsonl"))
-    # Rows of whole batches were kept, clock included.
-    assert rows[:4] == before
-    other = read(killed / "other.jsonl")
-    assert [row["output_ids"] for row in other] != [row["output_ids"] for row in rows]
-    assert sorted(p.name for p in killed.iterdir()) == ["other.jsonl", "rows.jsonl"]
 
 
 STORIES = (
@@ -505,56 +447,38 @@ def test_the_summary_adds_up(tmp_path, door, target_dir, draft_dir, prompts_file
     )
 
 
-# Options that do not go together: what the one line says, and the way out. Drafts and proposer are
-# compared before a model is loaded.
+# Options that do not go together. Drafts and proposer are compared before a model is loaded.
 REFUSED_DRAFTS = [
-    ("--proposer eagle", "eagle needs one head of kind eagle", "--draft is missing"),
-    ("--draft {medusa} --proposer draft", "draft needs language models", "{medusa} (medusa)"),
-    ("--draft {draft} {eagle}", "draft needs language models", "{draft} (draft), {eagle} (eagle)"),
-    ("--draft {alien}", "'speculators alien' is unknown", "eagle3"),
-    ("--proposer retrieval", "retrieval", "add --datastore FILE"),
-    (
-        "--proposer lookahead --draft {draft}",
-        "lookahead does not read --draft",
-        "--draft prompt_lookup+DRAFT",
-    ),
-    ("--draft prompt_lookup+{draft} {draft}", "drafts by itself", "give no other --draft"),
-    ("--draft prompt_lookup --proposer lookahead", "drafts by itself", "give no other --draft"),
+    "--proposer eagle",
+    "--draft {medusa} --proposer draft",
+    "--draft {draft} {eagle}",
+    "--draft {alien}",
+    "--proposer retrieval",
+    "--proposer lookahead --draft {draft}",
+    "--draft prompt_lookup+{draft} {draft}",
+    "--draft prompt_lookup --proposer lookahead",
 ]
 REFUSED_TREES = [
-    ("--draft {draft} --tree static:{torn}", "{torn}:2: not valid JSON", "expected a tree"),
-    (
-        "--draft {draft} --tree eagle2 --verifier greedy",
-        "'greedy' is not valid",
-        "use verifier exact",
-    ),
-    ("--draft {draft} {other} --tree eagle2", "2 drafts cannot grow one tree", "kary:4,2,2"),
-    (
-        "--draft {medusa} --proposer blockwise --tree kary:2",
-        "blockwise decoding drafts chains only",
-        "use chain:1",
-    ),
-    (
-        "--proposer prompt_lookup --tree opt",
-        "'prompt_lookup' has confidences on chains only",
-        "use a chain",
-    ),
-    ("--draft {draft} --max_new_tokens 9999 --out rows", "prompt of", "exceed"),
+    "--draft {draft} --tree static:{torn}",
+    "--draft {draft} --tree eagle2 --verifier greedy",
+    "--draft {draft} {other} --tree eagle2",
+    "--draft {medusa} --proposer blockwise --tree kary:2",
+    "--proposer prompt_lookup --tree opt",
+    "--draft {draft} --max_new_tokens 9999 --out rows",
 ]
 
 
-@pytest.mark.parametrize(("options", "wrong", "fix"), [*REFUSED_DRAFTS, *REFUSED_TREES])
+@pytest.mark.parametrize("options", [*REFUSED_DRAFTS, *REFUSED_TREES])
 def test_what_does_not_go_together_is_refused_in_one_line(
-    door, files, monkeypatch, options, wrong, fix, golden
+    door, files, monkeypatch, options, golden
 ):
-    if (options, wrong, fix) in REFUSED_DRAFTS:
+    if options in REFUSED_DRAFTS:
         monkeypatch.setattr("draftsmith.drafts.load.load_model", None)
     words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
     code, out, err = door(*words, *options.format(**files).split())
     (line,) = err.strip().splitlines()
     assert (code, out) == (2, "")
     golden(line)
-    assert fix.format(**files) in line.split(wrong.format(**files))[1]
 
 
 def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path, files):

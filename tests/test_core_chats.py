@@ -12,7 +12,7 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.row_formats import read_turns
 from draftsmith.distill.engines import RemoteTarget
 from draftsmith.train.data import load_examples
-from tests.chat_families import CHATS, FAMILIES, NO_EARLIER_CALLS, TOOL
+from tests.chat_families import CHATS, FAMILIES, TOOL
 from tests.distilled import write_rows
 
 CASES = [(family, case) for family in FAMILIES for case in CHATS]
@@ -201,7 +201,10 @@ def test_what_the_template_does_not_read_is_named(tmp_path, caplog, golden):
 
 
 EARLIER = {
-    "calls": ([CHATS["tool result"][1], CHATS["tool result"][2]], NO_EARLIER_CALLS),
+    "calls": (
+        [CHATS["tool result"][1], CHATS["tool result"][2]],
+        "does not write the tool calls of turn 2",
+    ),
     "a thought alone": (
         [{"role": "assistant", "content": "", "reasoning": "Two and two."}],
         "does not write the thinking of turn 2, which has no text",

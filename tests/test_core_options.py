@@ -5,7 +5,7 @@ nearest right one.
 import shlex
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -73,22 +73,8 @@ def refusal(*words):
 
 
 def test_every_spelling_of_a_value():
-    found = read(
-        *("--name=a=b", "--count", "-0", "--loud", "--colour", "green", "--inner.rate", "1e-3"),
-        *(
-            "--words",
-            "x",
-            "y",
-            "--words",
-            "z",
-            "--numbers=1",
-            "--numbers",
-            "2.5",
-            "1e2",
-            "--limit",
-            "3",
-        ),
-    )
+    typed = "--name=a=b --count -0 --loud --colour green --inner.rate 1e-3 --words x y --words z"
+    found = read(*typed.split(), *"--numbers=1 --numbers 2.5 1e2 --limit 3".split())
     assert found == Options(
         name="a=b",
         colour="green",
@@ -127,25 +113,24 @@ def test_the_single_value_of_an_option_may_begin_with_a_dash(golden):
     golden(refusal("--name", "--note", "b"))
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("name: a\ncount: x\n", ":2: count: must be a valid integer"),
-        ("name: a\ninner:\n  rat: 1\n", ":3: inner.rat: unknown key; did you mean inner.rate?"),
-        ("name: a\ninner:\n  rate: 0\n", ":3: inner.rate: must be greater than 0"),
-        ("name: a\ninner: 3\n", ":2: inner: must be"),
-        ("name: a\ncount: 1\ncount: 2\n", ":3: count: appears twice"),
-        ("name: a\ncount: -1\n", ":2: count: -1 must not be negative"),
-        ("name: a\ncolour: blue\n", ":2: colour: must be 'red' or 'green', got 'blue'"),
-        ("name: a\n  count: 1\n", ":2: not valid YAML"),
-        ("- a\n- b\n", ": expected `key: value` lines"),
-        ("name: !!python/object/apply:os.getcwd []\n", ":1: not valid YAML"),
-    ],
-)
-def test_a_wrong_file_is_named_with_its_line(tmp_path, text, expected):
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    assert refusal("--config", str(path)).removeprefix("--config ").startswith(f"{path}{expected}")
+WRONG_FILES = [
+    "name: a\ncount: x\n",
+    "name: a\ninner:\n  rat: 1\n",
+    "name: a\ninner:\n  rate: 0\n",
+    "name: a\ninner: 3\n",
+    "name: a\ncount: 1\ncount: 2\n",
+    "name: a\ncount: -1\n",
+    "name: a\ncolour: blue\n",
+    "name: a\n  count: 1\n",
+    "- a\n- b\n",
+    "name: !!python/object/apply:os.getcwd []\n",
+]
+
+
+def test_a_wrong_file_is_named_with_its_line(tmp_path, golden):
+    for text in WRONG_FILES:
+        (tmp_path / "c.yaml").write_text(text)
+        golden(refusal("--config", str(tmp_path / "c.yaml")))
 
 
 def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path):
@@ -158,19 +143,7 @@ def test_the_command_line_wins_over_files_and_later_files_over_earlier(tmp_path)
 
 
 def test_print_config_goes_back_in(tmp_path, door):
-    words = [
-        "--out",
-        "o",
-        "--data",
-        "a b",
-        "c",
-        "--draft",
-        "d",
-        "--optim.lr",
-        "3e-5",
-        "--steps",
-        "7",
-    ]
+    words = ["--data", "a b", "c", *"--out o --draft d --optim.lr 3e-5 --steps 7".split()]
     code, out, _ = door("train", *words, "--print_config")
     assert code == 0
     assert yaml.safe_load(out)["optim"]["lr"] == 3e-5
@@ -231,25 +204,25 @@ def test_completion_knows_every_command(door, shell):
 def test_python_callers_get_the_same_checks(golden):
     config = Options(name=Path("a"), words=(Path("b"),), limit=np.int64(3))  # type: ignore[arg-type]
     assert (config.name, config.words, config.limit, type(config.limit)) == ("a", ["b"], 3, int)
-    for values, told in (
-        ({"limit": 0}, "limit: must be greater than or equal to 1, got 0"),
-        ({"words": "b"}, "words: must be a valid list, got 'b'"),
-        ({"words": "b", "name": ...}, "words: must be a valid list"),
-        ({"name": ...}, "name: is missing"),
-        ({"colour": "blue"}, "colour: must be 'red' or 'green', got 'blue'"),
-        ({"count": float("nan")}, "count: "),
-        ({"colours": "red"}, "colours: no option of Options; did you mean colour?"),
-        ({"nam": "a", "name": ...}, "nam: no option of Options; did you mean name?"),
-        ({"inner": {"rat": 1}}, "inner.rat: no option of Options; did you mean inner.rate?"),
-        ({"zz": 1}, "zz: no option of Options; help(Options) lists them"),
-        ({"inner": {"rate": -1}}, "inner.rate: must be greater than 0, got -1"),
-        ({"count": -1}, "count: -1 must not be negative"),
-        ({"name": None}, "name: must be a valid string, got null"),
-    ):
-        with pytest.raises(InputError) as caught:
-            given = {"name": "a", **values}
-            Options(**{key: value for key, value in given.items() if value is not ...})  # type: ignore[arg-type]
-        assert str(caught.value).startswith(told)
+    wrong: list[dict[str, Any]] = [
+        {"limit": 0},
+        {"words": "b"},
+        {"words": "b", "name": ...},
+        {"name": ...},
+        {"colour": "blue"},
+        {"count": float("nan")},
+        {"colours": "red"},
+        {"nam": "a", "name": ...},
+        {"inner": {"rat": 1}},
+        {"zz": 1},
+        {"inner": {"rate": -1}},
+        {"count": -1},
+        {"name": None},
+    ]
+    for values in wrong:
+        given = {"name": "a"} | values
+        with golden.raises():
+            Options(**{key: value for key, value in given.items() if value is not ...})
     with golden.raises():
         replace(config, limit=0)
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftsmith.core.errors import InputError, warn_once
+from draftsmith.core.errors import warn_once
 from draftsmith.core.prompt_rows import count_rows
 from draftsmith.core.prompts import Prompt, read_prompts
 from draftsmith.core.tokenization import load_tokenizer
@@ -56,42 +56,6 @@ def test_every_kind_of_row(tmp_path, chat):
     assert {prompt.domain for prompt in (first, answered, same)} == {"d"}
 
 
-def conversation(*turns):
-    return {"id": "twice", "conversations": [{"from": who, "value": text} for who, text in turns]}
-
-
-def test_sharegpt_and_alpaca_rows_are_chats(tmp_path, chat):
-    source = write_rows(
-        tmp_path / "p.jsonl",
-        conversation(("human", "Hi"), ("gpt", "Yes?"), ("human", "Who?"), ("gpt", "I.")),
-        conversation(
-            ("gpt", "... the end."), ("human", "More"), ("human", "please"), ("gpt", "No")
-        ),
-        conversation(("system", "Be brief."), ("human", "Who?")),
-        conversation(),
-        conversation(("gpt", "An answer alone")),
-        {
-            "instruction": "Add",
-            "input": "1 2",
-            "output": "3",
-            "text": "Below is an instruction. Add 1 2: 3",
-        },
-        {"instruction": "Sing", "input": ""},
-        {"instruction": " "},
-    )
-    prompts = read_prompts(source, chat)
-    assert adds_up(prompts)
-    assert [chat.decode(list(prompt.ids)) for prompt in prompts.prompts] == [
-        "[user]Hi[assistant]Yes?[user]Who?[assistant]",
-        "[user]More\n\nplease[assistant]",
-        "[system]Be brief.[user]Who?[assistant]",
-        "[user]Add\n\n1 2[assistant]",
-        "[user]Sing[assistant]",
-    ]
-    assert [skipped.row for skipped in prompts.skipped] == [4, 5, 8]
-    assert len({prompt.id for prompt in prompts.prompts}) == 5
-
-
 def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, tokenizer):
     path = tmp_path / "p.jsonl"
     long = "The quick brown fox jumps over the lazy dog and more"
@@ -120,11 +84,7 @@ def test_any_unicode_goes_through(tmp_path, tokenizer):
 
 
 BAD_ROWS = [
-    '{"promt": "a"}',
     '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}',
-    '{"messages": "hi"}',
-    '{"conversations": [{"from": "human"}]}',
-    '{"messages": [{"role": "assistant", "content": "x"}]}',
     '{"messages": [{"role": "judge", "content": "x"}]}',
     '{"prompt": "a"}\n' + "[" * 100_000,
 ]
@@ -132,9 +92,8 @@ BAD_ROWS = [
 
 @pytest.mark.parametrize("text", BAD_ROWS)
 def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, golden):
-    path = tmp_path / "p.jsonl"
-    path.write_text(text + '\n{"prompt": "good"}\n')
-    (said,) = read_prompts(str(path), chat).skipped_lines()
+    source = write_rows(tmp_path / "p.jsonl", text, {"prompt": "good"})
+    (said,) = read_prompts(source, chat).skipped_lines()
     golden(said)
 
 
@@ -214,7 +173,9 @@ def test_a_template_of_another_model_is_one_remark(target_dir, caplog, golden):
     assert not caplog.records
 
 
-def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_path, monkeypatch):
+def test_the_same_rows_are_the_same_prompts_wherever_they_are(
+    tokenizer, tmp_path, monkeypatch, golden
+):
     monkeypatch.setitem(sys.modules, "aiohttp", None)
     rows = [{"id": f"r{number}", "prompt": f"The {number}", "domain": None} for number in range(5)]
     source = Path(write_rows(tmp_path / "rows.jsonl", *rows))
@@ -237,20 +198,16 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(tokenizer, tmp_pat
     assert (
         read_prompts(str(tmp_path / "rows.parquet"), tokenizer, limit=4).digest != expected.digest
     )
-    for url, message in (
-        ("memory://prompts/cut.jsonl.gz", "cannot be read ("),
-        ("memory://prompts/cut.parquet", "cannot be read ("),
-        ("memory://prompts/none.jsonl", "cannot be read (/prompts/none.jsonl)"),
-        ("memory://prompts/rows.csv", "is not a .jsonl or .parquet file"),
-        ("nonsense://rows.jsonl", "cannot be read (Protocol not known: nonsense)"),
-        (
-            "https://127.0.0.1/rows.jsonl",
-            "needs aiohttp, which is not installed; pip install aiohttp",
-        ),
+    for url in (
+        "memory://prompts/cut.jsonl.gz",
+        "memory://prompts/cut.parquet",
+        "memory://prompts/none.jsonl",
+        "memory://prompts/rows.csv",
+        "nonsense://rows.jsonl",
+        "https://127.0.0.1/rows.jsonl",
     ):
-        with pytest.raises(InputError) as error:
+        with golden.raises():
             read_prompts(url, tokenizer)
-        assert str(error.value).startswith(f"{url}: {message}") and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])
@@ -261,10 +218,9 @@ def test_another_encoding_is_refused_by_name(tokenizer, tmp_path, encoding, arra
     file.write_bytes(
         ("" if encoding[-2:] != "be" else "\ufeff").encode(encoding) + text.encode(encoding)
     )
-    with pytest.raises(InputError) as refused:
+    with golden.raises():
         read_prompts(str(file), tokenizer)
     name = encoding[:6].upper()
-    golden(str(refused.value))
     # Without its mark it is no row, and never another text.
     file.write_bytes(text.encode(f"{name}-LE"))
     with golden.raises():

@@ -9,7 +9,6 @@ import time
 import pytest
 
 from draftsmith.core.errors import InputError
-from draftsmith.core.io import atomic_dir, atomic_file
 from draftsmith.core.runs import Run, claim, hold
 
 HOLDER = """
@@ -204,10 +203,3 @@ def test_a_run_that_fails_before_it_wrote_leaves_no_directory(tmp_path, file, go
     assert list((tmp_path / "a").iterdir()) == []
     fail(tmp_path / "a" / "b" / "mine")
     assert (tmp_path / "a" / "b" / "mine").read_text() == "kept"
-
-
-@pytest.mark.parametrize("whole", [atomic_dir, atomic_file])
-def test_what_fails_while_it_is_written_leaves_no_directory(tmp_path, whole, golden):
-    with golden.raises(), whole(tmp_path / "a" / "b" / "out"):
-        raise InputError("too soon")
-    assert list(tmp_path.iterdir()) == []

@@ -2,9 +2,11 @@
 what is refused.
 """
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from draftsmith.core import prompt_rows
 from draftsmith.core.errors import InputError
@@ -32,26 +34,6 @@ def _spec_bench(category):
     ]
 
 
-def _judged(model, question):
-    turns = [
-        ("user", question),
-        ("assistant", "an answer"),
-        ("user", "and then?"),
-        ("assistant", "that"),
-    ]
-    talk = [{"content": text, "role": role} for role, text in turns]
-    return {
-        "question_id": 81,
-        "model_a": model,
-        "model_b": "alpaca-13b",
-        "winner": "model_a",
-        "judge": "expert_0",
-        "conversation_a": talk,
-        "conversation_b": [],
-        "turn": 1,
-    }
-
-
 def _speed_bench(category):
     """As on the hub, filled; as NVIDIA's prepare.py of NeMo Skills writes it; another category."""
     row = {"question_id": "a", "category": category, "sub_category": "s", "multiturn": True}
@@ -70,14 +52,14 @@ REDHAT = (
     "HumanEval math_reasoning qa question rag summarization tool_call translation writing"
 ).split()
 LANGUAGES = "de en es fr ja mix vi zh".split()
-SECOND = [
-    {"role": "user", "content": "what?"},
-    {"role": "assistant", "content": "an answer"},
-    {"role": "user", "content": "and then?"},
-]
 FIRST = _user("the first turn")
 # By suite: rows with the data set's own columns, and the prompts they make.
+_FILE = Path(__file__).with_name("suites.yaml")
 STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
+    name: (suite["rows"], suite["prompts"])
+    for name, suite in yaml.safe_load(_FILE.read_text(encoding="utf-8")).items()
+}
+STAND_INS |= {
     "spec-bench-mt-bench": (_spec_bench("roleplay"), [FIRST]),
     **{
         f"spec-bench-{task}": (_spec_bench(category), [FIRST])
@@ -106,21 +88,6 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
         for subset in REDHAT
     },
     **{f"multi-spec-{language}": (_spec_bench("qa")[1:], [FIRST]) for language in LANGUAGES},
-    "mt-bench": (
-        [
-            {
-                "prompt": ["the first turn", "the second"],
-                "category": "writing",
-                "prompt_id": 1,
-                "reference": [],
-            }
-        ],
-        [FIRST],
-    ),
-    "mt-bench-second": (
-        [_judged("gpt-4", "what?"), _judged("claude-v1", "what?"), _judged("gpt-4", "what?")],
-        [{"messages": SECOND}],
-    ),
     "alpaca": (
         [
             {"instruction": "Add.", "input": "1 and 2", "output": "3", "text": "Below is"},
@@ -130,80 +97,6 @@ STAND_INS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
             ),
         ],
         [_user("Add.\n\n1 and 2"), _user("Do 500.")],
-    ),
-    "sharegpt": (
-        [
-            {
-                "id": "a_0",
-                "conversations": [
-                    {"from": "human", "value": "Hi"},
-                    {"from": "gpt", "value": "Hello"},
-                ],
-            }
-        ],
-        [_user("Hi")],
-    ),
-    "ultrachat": (
-        [
-            {
-                "prompt": "Hi",
-                "prompt_id": "x",
-                "messages": [*_user("Hi")["messages"], SECOND[1], SECOND[2]],
-            }
-        ],
-        [_user("Hi")],
-    ),
-    "gsm8k": ([{"question": "How many?", "answer": "#### 3"}], [_user("How many?")]),
-    "math-500": (
-        [
-            {
-                "problem": "$x$?",
-                "solution": "",
-                "answer": "1",
-                "subject": "Algebra",
-                "level": 1,
-                "unique_id": "t/1.json",
-            }
-        ],
-        [_user("$x$?")],
-    ),
-    "humaneval": (
-        [
-            {
-                "task_id": "HumanEval/0",
-                "prompt": "def f():\n",
-                "canonical_solution": "",
-                "test": "",
-                "entry_point": "f",
-            }
-        ],
-        [_user("def f():")],
-    ),
-    "mbpp": (
-        [
-            {
-                "task_id": 11,
-                "text": "Write f.",
-                "code": "",
-                "test_list": ["assert f() == {1: 2}", "b"],
-                "test_setup_code": "",
-                "challenge_test_list": [],
-            }
-        ],
-        [_user("Write f.\n\nYour code should pass this test:\nassert f() == {1: 2}")],
-    ),
-    "cnn-dm": (
-        [{"article": "News.", "highlights": "N.", "id": "1"}],
-        [_user("Summarize this article.\n\nNews.")],
-    ),
-    "nq": ([{"question": "who is he", "answer": ["him"]}], [_user("who is he")]),
-    "wmt14-en-de": (
-        [{"translation": {"de": "Hallo.", "en": "Hello."}}],
-        [{"prompt": "Translate the input English sentence into German.\nInput: Hello.\nOutput: "}],
-    ),
-    "wmt14-de-en": (
-        [{"translation": {"de": "Hallo.", "en": "Hello."}}],
-        [{"prompt": "Translate the input German sentence into English.\nInput: Hallo.\nOutput: "}],
     ),
 }
 
@@ -325,31 +218,3 @@ def test_options_name_suites_and_give_their_names_to_the_sets(golden):
         check(EvalConfig(id=["maths=@gsm9k"], **options))
     with golden.raises():
         check(EvalConfig(id=["@gsm8k", "@gsm8k:rows.jsonl"], **options))
-
-
-def test_logs_of_a_server_are_prompts(tmp_path, caplog):
-    """Request and response as clients of an OpenAI-compatible server log them; parts of text are
-    joined.
-    """
-    parts = [{"type": "text", "text": "Hello "}, {"type": "text", "text": "there"}]
-    image = [{"type": "image_url", "image_url": {"url": "x"}}]
-    rows = [
-        {"messages": [{"role": "user", "content": "Hi"}], "response": "Hello"},
-        {
-            "request": {"model": "m", "messages": [{"role": "user", "content": parts}]},
-            "response": {"choices": []},
-        },
-        {
-            "custom_id": "1",
-            "method": "POST",
-            "body": {"messages": [{"role": "user", "content": "Yo"}]},
-        },
-        {"messages": [{"role": "user", "content": image}]},
-    ]
-    found = [
-        row["messages"][-1]["content"]
-        for row in iterate_rows(write_rows(tmp_path / "log.jsonl", *rows))
-    ]
-    assert found == ["Hi", "Hello there", "Yo"]
-    said = "1 rows skipped: key 'messages': turn 1: 'content' holds a part 'image_url'"
-    assert said in caplog.text

@@ -22,26 +22,6 @@ from tests.tiny_models import near, save_word_tokenizer, tiny_llama
 VOCAB = 17
 ROOT = Path(__file__).parents[1]
 
-# Dies in the middle of writing its fourth cell: the temporary file is there, the cell is not.
-KILLED = """
-import json, os, signal
-import draftsmith.core.runs
-from draftsmith.core import io
-from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.run import evaluate
-writes = 0
-def write(path, value):
-    global writes
-    writes += 1
-    if writes == 5:
-        with io.atomic_file(path) as temporary:
-            temporary.write_text(json.dumps(value)[:20])
-            os.kill(os.getpid(), signal.SIGKILL)
-    io.write_sealed(path, value)
-draftsmith.core.runs.write_sealed = write
-evaluate(EvalConfig(**{options!r}))
-"""
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
@@ -252,24 +232,6 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
     found = Results.load(tmp_path).document
     assert "busy_machine" in {remark["about"] for remark in found["remarks"]}
     assert found["conditions"][0]["load"] == [99.0, 99.0]
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_killed_and_started_again_equals_never_killed(world, tmp_path, spawn):
-    whole = replace(
-        world, out=str(tmp_path / "whole"), speed_prompts=0, temperature=[1.0], tree=["chain:3"]
-    )
-    killed = replace(whole, out=str(tmp_path / "killed"))
-    options = {field: getattr(killed, field) for field in killed.__dataclass_fields__}
-    spawn(cwd=ROOT, patch=KILLED.format(options=options)).wait(-9)
-    cells = tmp_path / "killed" / "cells"
-    assert len(list(cells.glob("*.json"))) == 3 and len(list(cells.glob(".*tmp*"))) == 1
-    assert not (tmp_path / "killed" / "results.json").exists()
-    evaluate(whole)
-    evaluate(killed)
-    assert _results(killed)["clock"]["cells_reused"] == 3
-    assert not list(cells.glob(".*tmp*"))
-    assert _without_clocks(killed) == _without_clocks(whole)
 
 
 def test_a_report_is_drawn_again_from_its_results(world, summary, tmp_path, capsys, golden):

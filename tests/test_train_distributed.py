@@ -1,5 +1,6 @@
-"""Every way to share weights between processes, run for real on two of them: equal to one process,
-and handed over.
+"""Law 6 in one table: what divides the rows of a step (accumulation, and every way to share weights
+between two processes) x drafts, compared with one process that has them all; and runs that are
+handed over.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ from draftsmith.train.optimizer import Optimizers
 from draftsmith.train.world import make_world
 from tests.small_targets import made
 from tests.tiny_models import HEADS, tiny_llama
-from tests.train_laws import BEFORE, close, metrics
+from tests.train_laws import BEFORE, SGD, close, metrics, weights
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
@@ -92,16 +93,7 @@ def words(distilled, draft_dir, target_dir, out, size, accumulation):
     ).split()
 
 
-SGD = [
-    "--optim.name",
-    "sgd",
-    "--optim.lr",
-    "0.5",
-    "--optim.clip_norm",
-    "0.2",
-    "--optim.final_lr_fraction",
-    "1",
-]
+CLIPPED = [*SGD, "--optim.clip_norm", "0.2"]
 ADAM = ["--optim.lr", "0.01", "--optim.weight_decay", "0.1"]
 
 
@@ -113,6 +105,31 @@ def agree(found, expected, start=None):
     close(found, expected)
     for a, b in zip(metrics(found), metrics(expected), strict=True):
         assert a == pytest.approx(b, rel=1e-4, abs=1e-6)
+
+
+# Rows of unequal length, domains that are drawn unequally, and blocks that each row draws.
+ALONE = {
+    "plain": "--draft {draft} --data {data}",
+    "domains": "--draft {draft} --data {data} {small} --mixing_temperature 3",
+    "blocks": "--kind dspark --head.block_size 3 --head.anchors 5 --target {target} --data {data}",
+}
+
+
+@pytest.mark.parametrize("drawn", ALONE)
+def test_batches_that_are_accumulated_are_one(
+    drawn, answers, distilled, draft_dir, target_dir, tmp_path, door
+):
+    small = answers("Numbers such as 12, 345", 1, 1, 9)
+    names = {"draft": draft_dir, "data": distilled, "small": small, "target": target_dir}
+    run = f"train {ALONE[drawn]} --max_length 40 --steps 3 --eval_every 3 --save_every 3"
+    found = []
+    for size in (8, 4, 1):
+        out = tmp_path / str(size)
+        more = f" --batch_size {size} --accumulation {8 // size} --out {out}"
+        door.ok(*(run.format(**names) + more).split(), *SGD)
+        found.append(weights(out, 3))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], atol=1e-6, rtol=1e-5)
 
 
 # A head and a part of the vocabulary, by the ways to share weights.
@@ -162,11 +179,11 @@ def test_two_processes_are_one(
         kept = where[at + 4 :] if "--target " in options else where[at + 2 :]
         options = options.format(draft=draft_dir, divided=tmp_path / "divided")
         changed = [*where[:at], *kept, *options.split()]
-        return changed if MUON in options else [*changed, *SGD]
+        return changed if MUON in options else [*changed, *CLIPPED]
 
     others = OTHERS[config]
     made("llama", tmp_path / "divided")
-    for name, optim in (("sgd1", SGD), ("adam1", ADAM)):
+    for name, optim in (("sgd1", CLIPPED), ("adam1", ADAM)):
         assert door(*run(name, 8, 1), *optim)[0] == 0
     for index, options in enumerate(others):
         alone = options.replace("--target_parallel 2", "").replace("--torch_compile", "")
@@ -176,7 +193,7 @@ def test_two_processes_are_one(
     spawn(*run("adam2", 4, 2), *ADAM, cwd=tmp_path, patch=stop).wait(143)
     # ... two processes for three, stopped too ...
     jobs = [
-        {"words": [*run("sgd2", 2, 2), *SGD], "stop_at": None},
+        {"words": [*run("sgd2", 2, 2), *CLIPPED], "stop_at": None},
         {"words": [*run("adam2", 2, 2), *ADAM], "stop_at": 4},
         *(
             {"words": other(each, f"other{i}-2", 2, 4 if DIVIDED in each else 2), "stop_at": None}

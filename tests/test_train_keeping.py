@@ -1,6 +1,4 @@
-"""Several domains in one run, with laws 6 and 7; states of the target that are kept while
-training.
-"""
+"""Several domains in one run; states of the target that are kept while training."""
 
 import pytest
 import torch
@@ -9,10 +7,6 @@ from transformers import LlamaModel
 from draftsmith.train import draft_setup
 from draftsmith.train.data import load_examples
 from draftsmith.train.stream import units
-from tests import train_laws
-from tests.train_laws import words_of
-
-MIXED = ["--mixing_temperature", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -22,19 +16,6 @@ def domains(answers):
         answers("A draft model proposes tokens and the target", 3, 2, 16),
         answers("Numbers such as 12, 345", 1, 1, 9),
     ]
-
-
-@pytest.fixture
-def words(domains, draft_dir):
-    return words_of(domains, draft_dir)
-
-
-def test_a_step_is_its_rows_however_they_are_divided(words, tmp_path, door):
-    train_laws.a_step_is_its_rows_however_they_are_divided(words, MIXED, tmp_path, door)
-
-
-def test_a_killed_run_ends_as_one_that_was_not(words, tmp_path, spawn):
-    train_laws.a_killed_run_ends_as_one_that_was_not(words, MIXED, tmp_path, spawn)
 
 
 def test_a_small_domain_is_drawn_more_often_and_each_of_its_rows_as_often(domains):

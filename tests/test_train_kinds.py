@@ -22,7 +22,6 @@ from draftsmith.drafts.load import load_draft
 from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
-from tests import train_laws
 from tests.train_laws import metrics
 
 DEPTH = 3
@@ -193,36 +192,6 @@ def test_the_checkpoint_drafts_as_it_was_trained(kind, trained, target_dir):
             torch.testing.assert_close(law_V, q_V, atol=1e-4, rtol=0)
             compared += 1
     assert compared == DEPTH * len(proposer.heard)
-
-
-@pytest.fixture
-def divided(kind, target_dir, draft_dir, distilled):
-    run = words(kind, target_dir, draft_dir, distilled)
-
-    def at(out, steps, size=8, accumulation=1):
-        more = (
-            f"--out {out} --steps {steps} --batch_size {size} --accumulation {accumulation} "
-            "--save_every 1 --keep 9"
-        )
-        return [*run, *more.split()]
-
-    return at
-
-
-@pytest.mark.parametrize("kind", ["dspark"])
-def test_a_step_of_drawn_blocks_is_its_rows(divided, tmp_path, door):
-    """Law 6 where each row draws its blocks at random."""
-    train_laws.a_step_is_its_rows_however_they_are_divided(divided, [], tmp_path, door)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle", "dspark"])
-def test_a_killed_head_ends_as_one_that_was_not(kind, divided, tmp_path, spawn):
-    """Law 7 for heads that draw at random and whose features are cached: the cache may differ, the
-    run may not.
-    """
-    options = ["--head.features", "features", *(["--head.noise", "0.2"] if kind == "eagle" else [])]
-    train_laws.a_killed_run_ends_as_one_that_was_not(divided, options, tmp_path, spawn)
 
 
 @every_head

@@ -13,32 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from draftsmith.core.models import load_model
 from draftsmith.core.prompts import prompt_hash, read_prompt_hashes
-from draftsmith.train.batches import collate, make_batches
 from draftsmith.train.config import TrainConfig
-from draftsmith.train.data import load_examples
-from draftsmith.train.objective import parse_objective
-from draftsmith.train.stream import order
-from draftsmith.train.trainees.lm import LMTrainee
 from draftsmith.train.training_run import train
-from tests.train_laws import BEFORE, SGD, close, metrics, result
+from tests.train_laws import close, metrics, result
 
 ROOT = Path(__file__).parents[1]
-
-# Where a run is killed, in turn; after each of these it is started again.
-MOMENTS = [
-    "draftsmith.train.loop, 'learning_rate', 8, KILL",
-    "draftsmith.train.checkpoint, 'save', 2, KILL",
-    "draftsmith.train.checkpoint, 'save_file', 6, KILL",
-    "pathlib.Path, 'rename', 2, KILL, lambda a, b: a.name.startswith('.step_')",
-    "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'metrics.jsonl'",
-    "os, 'rmdir', 1, KILL, lambda a, **k: 'step_' in str(a) and '.step_' not in str(a)",
-    "draftsmith.train.checkpoint, 'publish', 1, KILL",
-    "pathlib.Path, 'replace', 1, KILL, lambda a, b: b.name == 'tokenizer.json'",
-    # All is there but for what is to be removed.
-    "shutil, 'rmtree', 1, KILL, lambda a, **k: pathlib.Path(a).name == 'final' and a.exists()",
-]
 
 
 @pytest.fixture(scope="module")
@@ -84,80 +64,6 @@ def test_a_draft_that_was_never_trained_gets_muon(tmp_path, door, target_dir, di
         record = json.loads((tmp_path / end / "draftsmith.json").read_text())
         chosen.append(record["config"]["optim"]["name"])
     assert chosen == ["muon", "adamw"]
-
-
-def test_a_run_killed_anywhere_ends_like_one_that_was_not(words, tmp_path, spawn):
-    """Law 7."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    whole.mkdir()
-    killed.mkdir()
-    out, _ = spawn(*words, "--json", cwd=whole).wait()
-    summary = json.loads(out.splitlines()[-1])
-    for moment in MOMENTS:
-        spawn(*words, "--json", cwd=killed, patch=f"{BEFORE}before({moment})").wait(-9)
-        assert "'final'" in moment or not (killed / "draft" / "config.json").exists(), moment
-    out, _ = spawn(*words, "--json", cwd=killed).wait()
-    assert json.loads(out.splitlines()[-1]) == summary
-    expected, found = result(whole / "draft"), result(killed / "draft")
-    assert sorted(found) == sorted(expected)
-    assert [name for name in expected if found[name] != expected[name]] == []
-    assert {
-        "model.safetensors",
-        "run/metrics.jsonl",
-        "run/checkpoints/step_00000024/state.json",
-    } < set(found)
-
-
-def _killed_at(door, monkeypatch, step, *words):
-    """Run until this step, which never ends."""
-
-    def die(job, now):
-        if now == step:
-            raise KeyError("killed")
-        return make_batches(job, now)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyError):
-        patched.setattr("draftsmith.train.loop.make_batches", die)
-        door(*words)
-
-
-@pytest.mark.slow
-def test_a_step_is_its_rows_however_they_are_divided(
-    tmp_path, door, monkeypatch, distilled, draft_dir
-):
-    """Law 6, with SGD, which hides no scale: 8 x 1 == 1 x 8 == 4 x 2; `test_train_distributed` has
-    processes.
-    """
-    monkeypatch.chdir(tmp_path)
-
-    for name, size, accumulation in (("8x1", 8, 1), ("1x8", 1, 8), ("4x2", 4, 2)):
-        run = (
-            f"train --out {name} --data {distilled} --heldout {distilled} --draft {draft_dir} "
-            "--max_length 48 "
-            f"--steps 4 --eval_every 4 --batch_size {size} --accumulation {accumulation} "
-            "--device cpu"
-        ).split()
-        assert door(*run, *SGD)[0] == 0
-    start, expected = (
-        load_file(path / "model.safetensors") for path in (Path(draft_dir), tmp_path / "8x1")
-    )
-    assert max(float((expected[name] - start[name]).abs().max()) for name in start) > 1e-2
-    for other in ("1x8", "4x2"):
-        close(tmp_path / other, tmp_path / "8x1", atol=1e-6, rtol=1e-5)
-        for a, b in zip(metrics(tmp_path / "8x1"), metrics(tmp_path / other), strict=True):
-            assert a == pytest.approx(b, rel=1e-5)
-    # This data can tell a mean over forwards from the mean over tokens.
-    trainee = LMTrainee(load_model(draft_dir, device="cpu"), parse_objective("ce"))
-    examples = load_examples([distilled], None, 48)
-    sums = [trainee(collate(examples, [int(row)])) for row in order(len(examples), 0, 8, 0)]
-    parameters = list(trainee.draft.parameters())
-    # A trainee's gradient can be taken once.
-    each = [torch.autograd.grad(one.loss, parameters) for one in sums]
-    tokens = [int(one.tokens) for one in sums]
-    per_forward = [[g / n for g in gradients] for gradients, n in zip(each, tokens, strict=True)]
-    means = [torch.stack(parts).mean(0) for parts in zip(*per_forward, strict=True)]
-    wanted = [torch.stack(parts).sum(0) / sum(tokens) for parts in zip(*each, strict=True)]
-    assert max(float((a - b).abs().max()) for a, b in zip(means, wanted, strict=True)) > 1e-2
 
 
 def my_forward_kl(draft_NV, target_NV, tokens_N):

@@ -1,9 +1,6 @@
-"""Laws 6 and 7 for any options of a run, what tests read of a run, and tiny models of many
-families.
-"""
+"""What tests of training read of a run, how they stop one, and tiny models of many families."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-Words = Callable[..., list[str]]
-SGD = [
-    "--optim.name",
-    "sgd",
-    "--optim.lr",
-    "0.5",
-    "--optim.clip_norm",
-    "0",
-    "--optim.final_lr_fraction",
-    "1",
-]
+SGD = "--optim.name sgd --optim.lr 0.5 --optim.clip_norm 0 --optim.final_lr_fraction 1".split()
 # Patch of a process: call `action` before the n-th call of a function.
 BEFORE = """
 import errno, os, pathlib, shutil, signal
@@ -101,47 +88,5 @@ def close(found: Path, expected: Path, atol: float = 2e-5, rtol: float = 1e-4) -
         torch.testing.assert_close(weights[name], value, atol=atol, rtol=rtol)
 
 
-def words_of(data: list[str], draft: str, *more: str) -> Words:
-    """The words of a run: where it writes, its steps, and how eight rows per step are divided."""
-
-    def run(out: Path | str, steps: int, size: int = 8, accumulation: int = 1) -> list[str]:
-        return (
-            f"train --out {out} --data {' '.join(data)} --heldout {data[0]} --draft {draft} "
-            "--max_length 40 "
-            f"--steps {steps} --eval_every {steps} --save_every 1 --keep 9 --device cpu "
-            f"--batch_size {size} "
-            f"--accumulation {accumulation}"
-        ).split() + list(more)
-
-    return run
-
-
 def weights(out: Path, step: int) -> dict[str, Tensor]:
     return load_file(out / "run" / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
-
-
-def a_step_is_its_rows_however_they_are_divided(
-    words: Words, options: list[str], tmp_path: Path, door: Any
-) -> None:
-    """Law 6, with SGD."""
-    for size, accumulation in ((8, 1), (1, 8)):
-        door.ok(*words(tmp_path / f"{size}", 3, size, accumulation), *SGD, *options)
-    for name, value in weights(tmp_path / "8", 3).items():
-        torch.testing.assert_close(weights(tmp_path / "1", 3)[name], value, atol=1e-6, rtol=1e-5)
-
-
-def a_killed_run_ends_as_one_that_was_not(
-    words: Words, options: list[str], tmp_path: Path, spawn: Any
-) -> None:
-    """Law 7, of weights and of what was counted; in directories `whole` and `killed`."""
-    die = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 3, KILL)"
-    for name, patch, expected in (("whole", "", 0), ("killed", die, -9), ("killed", "", 0)):
-        spawn(*words(name, 4), *options, cwd=tmp_path, patch=patch).wait(expected)
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert (whole / "model.safetensors").read_bytes() == (killed / "model.safetensors").read_bytes()
-    assert (whole / "run" / "metrics.jsonl").read_bytes() == (
-        killed / "run" / "metrics.jsonl"
-    ).read_bytes()
-    assert all(
-        torch.equal(weights(killed, 4)[name], value) for name, value in weights(whole, 4).items()
-    )

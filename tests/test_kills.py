@@ -1,0 +1,174 @@
+"""Law 7 in one table: each stage is killed, stopped, and left without room on the disk at every
+moment at which its files change. Started again, it ends with the bytes of a run that nothing
+happened to.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from draftsmith.core.runs import Journal
+from tests.distilled import write_rows
+from tests.results_made_up import timeless
+
+# Training draws random numbers at every step.
+DATA = "--data SET OTHER --mixing_temperature 3 --max_length 48"
+TRAIN = f"{DATA} --batch_size 2 --steps 4 --eval_every 2 --save_every 2 --keep 1"
+EVAL = "--max_new_tokens 4 --max_prompts 3 --tree chain:2 --temperature 1 --speed_prompts 0"
+PAIR = "--target TARGET --draft DRAFT"
+SAMPLED = "--prompts PROMPTS --num_samples 2 --temperature 1 --batch_size 1 --max_new_tokens 5"
+STAGES = {
+    "distill": f"distill --target TARGET {SAMPLED} --part_rows 4 --out out",
+    "score": "distill --target TARGET --score SET --teacher_top_k 5 --out out",
+    "train": f"train --draft DROPOUT {TRAIN} --optim.name muon --optim.schedule wsd --out out",
+    "head": f"train --kind eagle --head.noise 0.2 --target TARGET {TRAIN} --out out",
+    "eval": f"eval --target TARGET --draft a=DRAFT --id b=PROMPTS {EVAL} --bootstrap 100 --out out",
+    "decode": f"decode {PAIR} {SAMPLED} --out out/rows.jsonl",
+    "init": "init --target TARGET --method prune --num_layers 1 --out out",
+}
+OUT = Path("out")
+Files = dict[str, bytes]
+
+
+@pytest.fixture
+def start(target_dir, draft_dir, dropout_dir, answers, tmp_path, monkeypatch, door, undrawn):
+    """`start(stage)` runs it: exit code and standard error."""
+    monkeypatch.chdir(tmp_path)
+    prompts = write_rows("p.jsonl", *({"prompt": f"The {n}"} for n in range(5)), "no row")
+    names = {
+        "TARGET": target_dir,
+        "DRAFT": draft_dir,
+        "DROPOUT": dropout_dir,
+        "SET": answers("The quick brown fox", 1, 1, 6),
+        "OTHER": answers("Numbers such as 12", 1, 1, 6),
+        "PROMPTS": prompts,
+    }
+
+    def run(stage):
+        words = STAGES[stage]
+        for name, value in names.items():
+            words = words.replace(name, value)
+        code, _, err = door(*words.split())
+        return code, err
+
+    return run
+
+
+def before(patch, owner, name, action):
+    work = getattr(owner, name)
+
+    def watched(*given, **options):
+        action()
+        return work(*given, **options)
+
+    patch.setattr(owner, name, watched)
+
+
+@contextmanager
+def at_each(action, room=True):
+    """Call it before a name in a directory changes, before a line of a journal is kept, and before
+    a file is on the disk; where there is no room, at the last alone.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        before(patch, os, "fsync", action)
+        if room:
+            before(patch, Journal, "append", action)
+        for name in ("replace", "rename", "mkdir", "rmdir", "unlink") if room else ():
+            before(patch, os, name, action)
+        yield
+
+
+def found():
+    """Every file by its name."""
+    paths = [path for path in OUT.rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in sorted(paths)}
+
+
+def made():
+    """What a run made, without its clock."""
+    files = found()
+    if (OUT / "results.json").exists():
+        results = timeless(json.loads(files.pop("out/results.json")))
+        del results["provenance"]
+        files["results"] = json.dumps(results).encode()
+    if (OUT / "rows.jsonl").exists():
+        rows = [json.loads(line) for line in files["out/rows.jsonl"].splitlines()]
+        for row in rows:
+            del row["stats"]["seconds"]
+        # A last file that was not yet renamed stays beside the rows.
+        return {"rows": json.dumps(rows).encode()}
+    return files
+
+
+def put_back(files):
+    """The directory of a run that was killed, by a process of another number."""
+    shutil.rmtree(OUT)
+    for name, content in files.items():
+        path = Path(name.replace(f"-tmp{os.getpid()}", "-tmp1"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+LONG = ("train", "head")
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [pytest.param(stage, marks=pytest.mark.slow(20) if stage in LONG else ()) for stage in STAGES],
+)
+def test_killed_at_any_moment(stage, start):
+    """What a process leaves when it is killed is what lies on the disk at that moment."""
+    moments: dict[int, Files] = {}
+
+    def keep():
+        files = found()
+        moments.setdefault(hash(tuple(files.items())), files)
+
+    with at_each(keep):
+        assert start(stage)[0] == 0
+    whole = made()
+    assert len(moments) > 1
+    for files in moments.values():
+        put_back(files)
+        code, err = start(stage)
+        assert code == 0, err
+        assert made() == whole, sorted(files)
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def interrupt():
+    signal.raise_signal(signal.SIGINT)
+
+
+STOPS = {
+    "Ctrl-C": (interrupt, 130, ": interrupted"),
+    "full disk": (full, 1, "(No space left on device); fix that and run the same command again"),
+}
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("how", STOPS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_stopped_ever_later(stage, how, start):
+    """At its first change, then, started again, at its second, and so on to the end."""
+    assert start(stage)[0] == 0
+    whole = made()
+    shutil.rmtree(OUT)
+    stop, wanted, said = STOPS[how]
+    for count in range(1, 99):
+        actions = iter([*[lambda: None] * (count - 1), stop])
+        with at_each(lambda: next(actions, lambda: None)(), room=stop is not full):  # noqa: B023
+            code, err = start(stage)
+        if code == 0:
+            break
+        assert code == wanted and said in err.splitlines()[-1], err
+    assert count > 1 and made() == whole
