@@ -52,6 +52,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from benchmarks.lib.engines import PROGRAMS  # noqa: E402
 from draftsmith.__main__ import main  # noqa: E402
 from draftsmith.core.tokenization import load_tokenizer  # noqa: E402
+from tests.distilled import write_rows  # noqa: E402
 from tests.door import Door, forget_processes  # noqa: E402
 from tests.golden import Golden, write_golden  # noqa: E402
 from tests.tiny_models import redrawn  # noqa: E402
@@ -270,10 +271,7 @@ def prompts_file(tmp_path_factory):
         {"prompt": "dog"},
     ]
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    path.write_text(
-        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
-    )
-    return str(path)
+    return write_rows(path, *rows)
 
 
 @pytest.fixture(scope="session")
@@ -288,17 +286,16 @@ def answers(target_dir, tmp_path_factory):
         from draftsmith.distill.generate import distill
 
         there = tmp_path_factory.mktemp("answers")
-        prompts = [{"prompt": text[: 3 + step * i]} for i in range(12)]
-        (there / "p.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+        prompts = write_rows(
+            there / "p.jsonl", *({"prompt": text[: 3 + step * i]} for i in range(12))
+        )
         options: dict[str, Any] = {
             "num_samples": num_samples,
             "max_new_tokens": max_new_tokens,
             "device": "cpu",
         }
         distill(
-            DistillConfig(
-                target=target_dir, prompts=str(there / "p.jsonl"), out=str(there / "set"), **options
-            ),
+            DistillConfig(target=target_dir, prompts=prompts, out=str(there / "set"), **options),
             "d",
         )
         return str(there / "set")

@@ -45,18 +45,11 @@ def test_rows_are_those_of_the_contract(
     tmp_path, door, target_dir, draft_dir, prompts_file, drafted, golden
 ):
     out = tmp_path / "deep" / "rows.jsonl"
-    words = [
-        "--target",
-        target_dir,
-        "--prompts",
-        prompts_file,
-        "--num_samples",
-        "2",
-        "--max_new_tokens",
-        "9",
-    ]
+    words = (
+        f"--target {target_dir} --prompts {prompts_file} --num_samples 2 --max_new_tokens 9".split()
+    )
     words += ["--temperature", "1", "--out", str(out), "--json"]
-    words += ["--draft", draft_dir, "--tree", "kary:2,2"] if drafted else []
+    words += f"--draft {draft_dir} --tree kary:2,2".split() if drafted else []
     printed, said = door.ok("decode", *words)
     rows = read(out)
     assert [p.name for p in out.parent.iterdir()] == ["rows.jsonl"]
@@ -114,7 +107,7 @@ STORIES = (
 @pytest.mark.skipif(not STORIES.is_dir(), reason="no pretrained model beside the clone")
 def test_greedy_text_of_a_pretrained_model_is_the_published_one(door):
     found = door.summary(
-        "decode", "--target", STORIES, "--prompt", "Once upon a time", "--max_new_tokens", 40
+        *f"decode --target {STORIES} --prompt".split(), "Once upon a time", "--max_new_tokens", 40
     )
     expected = (
         ", there was a little girl named Lily. She loved to play outside in the park. One "
@@ -124,8 +117,8 @@ def test_greedy_text_of_a_pretrained_model_is_the_published_one(door):
 
 
 def test_one_prompt_is_streamed(door, target_dir, draft_dir, golden):
-    words = ["decode", "--target", target_dir, "--draft", draft_dir, "--prompt", "# The quick"]
-    words += ["--max_new_tokens", "12", "--temperature", "1", "--json"]
+    words = [*f"decode --target {target_dir} --draft {draft_dir} --prompt".split(), "# The quick"]
+    words += "--max_new_tokens 12 --temperature 1 --json".split()
     printed, _ = door.ok(*words)
     summary = json.loads(printed.splitlines()[-1])
     assert printed.startswith(summary["outputs"][0]["text"] + "\n")
@@ -143,7 +136,7 @@ def test_a_draft_that_was_trained_for_another_target_is_one_warning(
     record = {"kind": "draft-lm", "target": "big", "target_fingerprint": "0" * 16}
     (tmp_path / "draft" / "draftsmith.json").write_text(json.dumps(record))
     words = ["--target", target_dir, "--draft", str(tmp_path / "draft"), "--prompt", "Return"]
-    _, err = door.ok("decode", *words, "--max_new_tokens", "2", "--temperature", "0")
+    _, err = door.ok("decode", *words, *"--max_new_tokens 2 --temperature 0".split())
     (line,) = [line for line in err.splitlines() if "warning" in line]
     golden(line)
 
@@ -152,7 +145,7 @@ def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch, golden):
     monkeypatch.setattr(
         "draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel"
     )
-    code, _, err = door("decode", "--target", target_dir, "--prompt", "a", "--max_new_tokens", 2)
+    code, _, err = door(*f"decode --target {target_dir} --prompt a --max_new_tokens 2".split())
     assert code == 0
     golden(err)
 
@@ -257,76 +250,42 @@ def tree_files(tmp_path_factory):
     return {path.stem: str(path) for path in root.iterdir()}
 
 
-# words, and what they choose: proposer, tree, verifier. {name} stands for a fixture's file.
-FAMILIES = [
-    ("--draft {draft}", "draft", "auto", "mcsd"),
-    ("--draft {draft} --tree kary:2,2", "draft", "kary:2,2", "mcsd"),
-    ("--draft {draft} {other} --tree kary:3,2", "draft", "kary:3,2", "specinfer"),
-    (
-        "--draft {draft} --tree eagle2:depth=3,beam=2,nodes=6",
-        "draft",
-        "eagle2:depth=3,beam=2,nodes=6",
-        "exact",
-    ),
-    (
-        "--draft {draft} --tree opt:nodes=6,depth=3 --verifier mcsd",
-        "draft",
-        "opt:nodes=6,depth=3",
-        "mcsd",
-    ),
-    ("--draft {draft} --tree static:{parents}", "draft", "static:{parents}", "mcsd"),
-    ("--draft {draft} --tree auto:{plan}", "draft", "auto:{plan}", "mcsd"),
-    ("--draft {draft} --fast false", "draft", "auto", "mcsd"),
-    (
-        "--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6",
-        "eagle",
-        "eagle2:depth=3,beam=2,nodes=6",
-        "exact",
-    ),
-    ("--draft {eagle3} --tree kary:2,2", "eagle3", "kary:2,2", "mcsd"),
-    ("--draft {mtp} --tree kary:2,2", "mtp", "kary:2,2", "mcsd"),
-    ("--draft {medusa}", "medusa", "auto", "mcsd"),
-    ("--draft {hydra} --tree kary:2,2,1", "hydra", "kary:2,2,1", "mcsd"),
-    ("--draft {medusa} --proposer blockwise --tree chain:2", "blockwise", "chain:2", "speculative"),
-    ("--draft {dflash}", "dflash", "auto", "mcsd"),
-    ("--draft {draft} --tree 3", "draft", "chain:3", "speculative"),
-    ("--draft {medusa} --tree chain", "medusa", "chain:3", "speculative"),
-    ("--draft {dspark} --tree chain:3,stop=0.2", "dspark", "chain:3,stop=0.2", "speculative"),
-    ("--draft {jetspec} --tree kary:2,2", "jetspec", "kary:2,2", "mcsd"),
-    ("--proposer prompt_lookup", "prompt_lookup", "auto", "exact"),
-    (
-        "--proposer prompt_lookup --draft {draft}",
-        "prompt_lookup+draft",
-        "auto",
-        "mcsd",
-    ),
-    (
-        "--draft prompt_lookup+{eagle} --tree eagle2:depth=3,beam=2,nodes=6",
-        "prompt_lookup+eagle",
-        "eagle2:depth=3,beam=2,nodes=6",
-        "exact",
-    ),
-    (
-        "--proposer prompt_lookup --draft {dspark} --tree kary:2,2",
-        "prompt_lookup+dspark",
-        "kary:2,2",
-        "mcsd",
-    ),
-    ("--draft lookahead", "lookahead", "its own", "exact"),
-    (
-        "--draft retrieval:{datastore} --tree kary:2,2",
-        "retrieval",
-        "kary:2,2",
-        "exact",
-    ),
-    ("--proposer none", "none", None, None),
-]
+# Words | what they choose: proposer | tree | verifier. {name} stands for a fixture's file.
+FAMILIES = """
+--draft {draft} | draft | auto | mcsd
+--draft {draft} --tree kary:2,2 | draft | kary:2,2 | mcsd
+--draft {draft} {other} --tree kary:3,2 | draft | kary:3,2 | specinfer
+--draft {draft} --tree eagle2:depth=3,beam=2,nodes=6 | draft | eagle2:depth=3,beam=2,nodes=6 | exact
+--draft {draft} --tree opt:nodes=6,depth=3 --verifier mcsd | draft | opt:nodes=6,depth=3 | mcsd
+--draft {draft} --tree static:{parents} | draft | static:{parents} | mcsd
+--draft {draft} --tree auto:{plan} | draft | auto:{plan} | mcsd
+--draft {draft} --fast false | draft | auto | mcsd
+--draft {eagle} --tree eagle2:depth=3,beam=2,nodes=6 | eagle | eagle2:depth=3,beam=2,nodes=6 | exact
+--draft {eagle3} --tree kary:2,2 | eagle3 | kary:2,2 | mcsd
+--draft {mtp} --tree kary:2,2 | mtp | kary:2,2 | mcsd
+--draft {medusa} | medusa | auto | mcsd
+--draft {hydra} --tree kary:2,2,1 | hydra | kary:2,2,1 | mcsd
+--draft {medusa} --proposer blockwise --tree chain:2 | blockwise | chain:2 | speculative
+--draft {dflash} | dflash | auto | mcsd
+--draft {draft} --tree 3 | draft | chain:3 | speculative
+--draft {medusa} --tree chain | medusa | chain:3 | speculative
+--draft {dspark} --tree chain:3,stop=0.2 | dspark | chain:3,stop=0.2 | speculative
+--draft {jetspec} --tree kary:2,2 | jetspec | kary:2,2 | mcsd
+--proposer prompt_lookup | prompt_lookup | auto | exact
+--proposer prompt_lookup --draft {draft} | prompt_lookup+draft | auto | mcsd
+--draft prompt_lookup+{eagle} --tree eagle2:depth=3,beam=2,nodes=6 | prompt_lookup+eagle | eagle2:depth=3,beam=2,nodes=6 | exact
+--proposer prompt_lookup --draft {dspark} --tree kary:2,2 | prompt_lookup+dspark | kary:2,2 | mcsd
+--draft lookahead | lookahead | its own | exact
+--draft retrieval:{datastore} --tree kary:2,2 | retrieval | kary:2,2 | exact
+--proposer none | none | |
+"""  # noqa: E501
+ROWS = [tuple(cell.strip() for cell in line.split("|")) for line in FAMILIES.strip().splitlines()]
 
 
 def test_every_proposer_and_every_kind_of_tree_is_tried():
-    tried = {proposer.partition("+")[0] for _, proposer, _, _ in FAMILIES}
+    tried = {proposer.partition("+")[0] for _, proposer, _, _ in ROWS}
     assert tried == {*PROPOSERS, "none"}
-    assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in FAMILIES} == {
+    assert {(tree or "chain").partition(":")[0] for _, _, tree, _ in ROWS} == {
         *TREES,
         "its own",
     }
@@ -344,24 +303,19 @@ def files(target_dir, draft_dir, other_vocabulary_dir, donor_dir, heads, tree_fi
     return {**models, **heads, **tree_files}
 
 
-@pytest.mark.parametrize(("options", "proposer", "tree", "verifier"), FAMILIES)
+@pytest.mark.parametrize(("options", "proposer", "tree", "verifier"), ROWS)
 def test_every_method_of_drafting_gives_the_targets_own_text(
     door, files, greedy_ids, prompts_file, options, proposer, tree, verifier
 ):
     words = [
         "--target",
         files["target"],
-        "--prompts",
-        prompts_file,
-        "--max_new_tokens",
-        "12",
-        "--batch_size",
-        "8",
+        *f"--prompts {prompts_file} --max_new_tokens 12 --batch_size 8".split(),
     ]
     summary = door.summary("decode", *words, *options.format(**files).split())
     assert [row["output_ids"] for row in summary["outputs"]] == greedy_ids
     chosen = (summary["proposer"], summary["tree"], summary["verifier"])
-    assert chosen == (proposer, tree.format(**files) if tree else None, verifier)
+    assert chosen == (proposer, tree.format(**files) or None, verifier or None)
     assert summary["lossless"] is True
     if tree != "auto":
         assert (summary["proposed"] > 0) == (proposer != "none")
@@ -383,18 +337,11 @@ def greedy_ids(target_dir, prompts_file):
 
 @pytest.mark.parametrize("verifier", ["greedy", "typical"])
 def test_a_lossy_verifier_is_said(door, target_dir, draft_dir, verifier):
-    words = [
-        "--target",
-        target_dir,
-        "--draft",
-        draft_dir,
-        "--tree",
-        "kary:2,2",
-        "--verifier",
-        verifier,
-    ]
+    words = (
+        f"--target {target_dir} --draft {draft_dir} --tree kary:2,2 --verifier {verifier}".split()
+    )
     printed, err = door.ok(
-        "decode", *words, "--temperature", 1, "--prompt", "a", "--max_new_tokens", 12, "--json"
+        "decode", *words, *"--temperature 1 --prompt a --max_new_tokens 12 --json".split()
     )
     summary = json.loads(printed.splitlines()[-1])
     assert (summary["verifier"], summary["lossless"]) == (verifier, verifier != "typical")
@@ -402,27 +349,12 @@ def test_a_lossy_verifier_is_said(door, target_dir, draft_dir, verifier):
 
 
 def test_the_summary_adds_up(tmp_path, door, target_dir, draft_dir, prompts_file):
-    words = [
-        "--target",
-        target_dir,
-        "--draft",
-        target_dir,
-        "--prompts",
-        prompts_file,
-        "--tree",
-        "chain:4",
-        "--max_new_tokens",
-        "12",
-    ]
+    words = f"--target {target_dir} --draft {target_dir} --prompts {prompts_file}".split()
+    words += "--tree chain:4 --max_new_tokens 12".split()
     same = door.summary(
         "decode",
         *words,
-        "--temperature",
-        "1",
-        "--batch_size",
-        "3",
-        "--out",
-        tmp_path / "rows.jsonl",
+        *f"--temperature 1 --batch_size 3 --out {tmp_path}/rows.jsonl".split(),
     )
     rows = read(tmp_path / "rows.jsonl")
     # A draft that is the target is rejected by rounding only.
@@ -474,7 +406,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(
 ):
     if options in REFUSED_DRAFTS:
         monkeypatch.setattr("draftsmith.drafts.load.load_model", None)
-    words = ["decode", "--target", files["target"], "--prompt", "a", "--temperature", "1"]
+    words = ["decode", "--target", files["target"], *"--prompt a --temperature 1".split()]
     code, out, err = door(*words, *options.format(**files).split())
     (line,) = err.strip().splitlines()
     assert (code, out) == (2, "")
@@ -518,7 +450,4 @@ def test_help_ends_with_the_table(door, monkeypatch, golden):
     for name in [*PROPOSERS, *TREES, *VERIFIERS]:
         assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
     golden(table, having="LOSSY")
-    assert (
-        "\n--proposer\n"
-        not in door("decode", "--print_config", "--target", "t", "--prompt", "a")[1]
-    )
+    assert "\n--proposer\n" not in door(*"decode --print_config --target t --prompt a".split())[1]

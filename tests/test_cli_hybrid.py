@@ -36,24 +36,30 @@ def test_a_hybrid_target_from_answers_to_decoding(
     answers = tmp_path / "answers"
     target = ["--target", hybrid_dir, *CPU]
     door.ok(
-        *["distill", *target, "--prompts", prompts_file, "--out", answers],
-        *["--num_samples", 1, "--max_new_tokens", 8],
+        *["distill", *target, *f"--prompts {prompts_file} --out {answers}".split()],
+        *"--num_samples 1 --max_new_tokens 8".split(),
     )
-    scored = door.summary("distill", *target, "--score", answers, "--out", tmp_path / "scored")
+    scored = door.summary("distill", *target, *f"--score {answers} --out {tmp_path}/scored".split())
     assert scored["rows"] == json.loads((answers / "manifest.json").read_text())["counts"]["rows"]
-    train = [*target, "--data", answers, "--steps", 2, "--batch_size", 4, "--max_length", 64]
+    train = [*target, *f"--data {answers} --steps 2 --batch_size 4 --max_length 64".split()]
     train += ["--objective", "fkl"]
     door.ok("train", "--kind", "eagle3", *train, "--out", tmp_path / "eagle")
-    door.ok("train", "--kind", "lm", "--draft", draft_dir, *train, "--out", tmp_path / "lm")
+    door.ok(*f"train --kind lm --draft {draft_dir}".split(), *train, "--out", tmp_path / "lm")
     drafts = [f"eagle={tmp_path / 'eagle'}", f"lm={tmp_path / 'lm'}"]
     door.ok(
         *["eval", *target, "--draft", *drafts, "--id", f"own={prompts_file}"],
-        *["--tree", "none", "--max_new_tokens", 6, "--max_prompts", 4, "--out", tmp_path / "eval"],
+        *f"--tree none --max_new_tokens 6 --max_prompts 4 --out {tmp_path}/eval".split(),
     )
     rows = json.loads((tmp_path / "eval" / "results.json").read_text())["rows"]
     alphas = {row["draft"]: row["value"] for row in rows if row["figure"] == "alpha"}
     assert alphas.keys() == {"eagle", "lm"} and all(0 < alpha < 1 for alpha in alphas.values())
-    decode = ["decode", *target, "--prompt", "The quick", "--max_new_tokens", 8, "--temperature", 0]
+    decode = [
+        "decode",
+        *target,
+        "--prompt",
+        "The quick",
+        *"--max_new_tokens 8 --temperature 0".split(),
+    ]
     alone, _ = door.ok(*decode)
     for draft in ("eagle", "lm"):
         text, _ = door.ok(*decode, "--draft", tmp_path / draft)

@@ -118,7 +118,7 @@ def test_training_rows_are_those_tokens_and_the_others_are_counted(
     monkeypatch.chdir(tmp_path)
     tokenizer = FAMILIES["gemma3"].tokenizer
     rows = [{"messages": CHATS[case]} for case in ("plain", "reasoning", "system")]
-    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(Path("chats.jsonl"), *rows)
     ends = ends_of("gemma3")
     examples = load_examples(["chats.jsonl"], tokenizer, 512, ends=ends, thinking=thinking)
     answers = [tokenizer.decode(row["response_ids"]) for row in examples.rows]

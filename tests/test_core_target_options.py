@@ -2,7 +2,6 @@
 `load_pair`.
 """
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from draftsmith.cli.commands import COMMANDS
 from draftsmith.core.models import load_model
 from draftsmith.core.options import TargetOptions, options_of
 from draftsmith.drafts.load import draft_fingerprint
+from tests.distilled import write_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -43,7 +43,7 @@ def test_init_and_plan_take_the_chat_template_that_they_ask_for(
     chats = [
         {"messages": [{"role": "user", "content": f"Who is {name}?"}]} for name in ("A", "B", "C")
     ]
-    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    write_rows(Path("chats.jsonl"), *chats)
     words = [
         *command.format(draft=draft_dir).split(),
         "--target",

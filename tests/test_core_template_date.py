@@ -113,9 +113,9 @@ def test_a_set_that_is_resumed_on_another_day_has_one_date(chats, door, today, t
     today("2026-11-27")
     door.ok(*chats, "--out", "set")
     assert parts_of("set") == whole
-    door.refused(*chats, "--out", "set", "--date", "2026-11-27")
+    door.refused(*chats, *"--out set --date 2026-11-27".split())
     # The same can be asked for on any day, and a set of the next day holds out the same chats.
-    door.ok(*chats, "--out", "again", "--date", "2026-11-26")
+    door.ok(*chats, *"--out again --date 2026-11-26".split())
     assert parts_of("again") == whole
     door.ok(*chats, "--out", "next")
     tokenizer = load_tokenizer(target_dir)
@@ -141,13 +141,13 @@ def test_training_and_evaluation_go_on_with_the_date_of_the_set(
     ]
     write_rows("text.jsonl", *answered)
     today("2026-11-27")
-    pair = ["--target", target_dir, "--chat_template", "dated.jinja", "--device", "cpu"]
-    words = ["train", *pair, "--draft", draft_dir, "--out", "draft", "--data", "set", "text.jsonl"]
-    _, said = door.ok(*words, "--steps", 2, "--max_length", 64, "--batch_size", 2)
+    pair = f"--target {target_dir} --chat_template dated.jinja --device cpu".split()
+    words = ["train", *pair, *f"--draft {draft_dir} --out draft --data set text.jsonl".split()]
+    _, said = door.ok(*words, *"--steps 2 --max_length 64 --batch_size 2".split())
     golden(said)
     assert json.loads(Path("draft/draftsmith.json").read_text())["date"] == "2026-11-26"
-    words = ["eval", *pair, "--draft", "draft", "--id", "p.jsonl", "--out", "eval"]
-    words += ["--max_new_tokens", 4, "--tree", "none"]
+    words = ["eval", *pair, *"--draft draft --id p.jsonl --out eval".split()]
+    words += "--max_new_tokens 4 --tree none".split()
     _, said = door.ok(*words)
     golden(said)
     # Under another date the questions are still those of the training.

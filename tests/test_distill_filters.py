@@ -136,17 +136,7 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     monkeypatch.chdir(tmp_path)
     write_rows("p.jsonl", {"prompt": "The"}, {"prompt": f"Now {LONG}"}, {"prompt": "fox"})
     fox, cat = write_rows("fox.jsonl", {"prompt": LONG}), write_rows("cat.jsonl", {"prompt": "cat"})
-    words = [
-        "distill",
-        "--target",
-        target_dir,
-        "--prompts",
-        "p.jsonl",
-        "--out",
-        "set",
-        "--max_new_tokens",
-        4,
-    ]
+    words = f"distill --target {target_dir} --prompts p.jsonl --out set --max_new_tokens 4".split()
     words += ["--decontaminate", f"cat={cat}", f"fox={fox}"]
     out, _ = door.ok(*words)
     golden(out)

@@ -84,7 +84,7 @@ def test_teacher_rows_are_the_log_probabilities_of_the_server(words, door, serve
         assert np.allclose(np.exp(logprobs_RK), [0.5, 0.2, 0.1], atol=1e-3) and np.allclose(
             tail_R, 0.2, atol=1e-3
         )
-    code, _, err = door(*words, serve("text").url, "--teacher_top_k", 3, "--out", "other")
+    code, _, err = door(*words, serve("text").url, *"--teacher_top_k 3 --out other".split())
     assert code == 2
     golden(err.strip().splitlines()[-1])
 
@@ -180,7 +180,7 @@ def test_text_is_tokenised_again_and_what_differs_is_counted(words, door, serve,
     assert (
         not {"top_k", "min_p", "return_token_ids", "repetition_penalty"} & server.bodies[-1].keys()
     )
-    code, _, err = door(*words, server.url, "--out", "other", "--top_k", 7)
+    code, _, err = door(*words, server.url, *"--out other --top_k 7".split())
     assert code == 2
     golden(err.strip().splitlines()[-1])
     assert not Path("other").exists()
@@ -207,8 +207,8 @@ def test_text_is_the_target_s_if_the_server_counts_as_many(
         assert row["tokens_from"] == ("text" if same else "text_differs")
     differ = manifest()["tokens_from"]["text_differs"]
     assert differ == 80 if lost else 0 < differ < 40
-    train = ["train", "--objective", "ce", "--draft", words[words.index("--target") + 1]]
-    _, said = door.ok(*train, "--data", "set", "--out", "draft", "--steps", 1, "--max_length", 64)
+    train = [*"train --objective ce --draft".split(), words[words.index("--target") + 1]]
+    _, said = door.ok(*train, *"--data set --out draft --steps 1 --max_length 64".split())
     golden(said, having="a server's text")
     if lost:
         shows = serve("text", insert=insert)
@@ -316,7 +316,7 @@ def test_when_all_servers_are_gone_what_was_answered_stays(words, door, serve, m
     monkeypatch.setattr(openai, "FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr(openai, "LONGEST_PAUSE_S", 0.5)
     server = serve(misbehave=lambda number: "reset" if number >= 30 else None)
-    words = [*words, server.url, "--part_rows", "1000", "--concurrency", "4"]
+    words = [*words, server.url, *"--part_rows 1000 --concurrency 4".split()]
     code, _, err = door(*words, "--timeout_s", 0.5)
     assert code == 1
     golden(err.strip().splitlines()[-1])
@@ -333,7 +333,7 @@ def test_budgets_stop_and_a_larger_one_continues(words, door, serve, golden):
     assert code == 1
     golden(err.strip().splitlines()[-1])
     assert len(server.answered) == 1 + 30
-    code, _, err = door(*words, server.url, "--max_tokens", 200, "--concurrency", 4)
+    code, _, err = door(*words, server.url, *"--max_tokens 200 --concurrency 4".split())
     assert code == 1 and "max_tokens: " in err
     assert 200 <= int(err.partition("max_tokens: ")[2].split()[0]) < 200 + 4 * 40
     assert door(*words, server.url, "--max_requests", 80)[0] == 0
@@ -445,7 +445,7 @@ def test_the_first_requests_are_retried_as_later_ones_are(words, door, serve):
     ]
     for number, faults in enumerate(cases):
         server = serve(misbehave=dict(enumerate(faults)).get)
-        door.ok(*words, server.url, "--out", f"set{number}", "--max_prompts", 2)
+        door.ok(*words, server.url, *f"--out set{number} --max_prompts 2".split())
         assert manifest(f"set{number}")["tokens_from"] == {"target": 4}
     server = serve(misbehave=lambda number: b'{"error": {"message": "CUDA out of memory"}}')
     door.refused(*words, server.url, "--out", "none")
@@ -455,7 +455,7 @@ def test_the_first_requests_are_retried_as_later_ones_are(words, door, serve):
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "text"])
 def test_a_served_model_that_is_named_needs_no_list(words, door, serve, kind):
     server = serve(kind)
-    door.ok(*words, server.url, "--served_model", "target", "--max_prompts", 3)
+    door.ok(*words, server.url, *"--served_model target --max_prompts 3".split())
     assert server.lists == 0 and len(rows_of()) == 6
     assert set(manifest()["tokens_from"]) <= (
         {"text", "text_differs"} if kind == "text" else {"target"}
@@ -538,8 +538,7 @@ def test_llama_server_draws_what_this_process_draws(tmp_path, door):
     target = ROOT / "draftsmith" / "demo" / "pair" / "target"
     out = tmp_path / "target.gguf"
     assert (
-        door("export", "--draft", target, "--format", "gguf", "--out", out, "--dtype", "float32")[0]
-        == 0
+        door(*f"export --draft {target} --format gguf --out {out} --dtype float32".split())[0] == 0
     )
     gguf = next(out.rglob("*.gguf")) if out.is_dir() else out
     source = tmp_path / "p.jsonl"
@@ -548,28 +547,13 @@ def test_llama_server_draws_what_this_process_draws(tmp_path, door):
             json.dumps({"prompt": f"If the lock {number} is not"}) + "\n" for number in range(24)
         )
     )
-    words = [
-        "distill",
-        "--target",
-        target,
-        "--prompts",
-        source,
-        "--max_new_tokens",
-        24,
-        "--temperature",
-        0,
-    ]
+    words = (
+        f"distill --target {target} --prompts {source} --max_new_tokens 24 --temperature 0".split()
+    )
     with llama_server(server, ["-m", str(gguf), "-t", "1", "-c", "2048", "-np", "4"]) as port:
-        served = [
-            "--engine",
-            "openai",
-            "--endpoint",
-            f"http://127.0.0.1:{port}/v1",
-            "--concurrency",
-            4,
-        ]
+        served = f"--engine openai --endpoint http://127.0.0.1:{port}/v1 --concurrency 4".split()
         door.ok(*words, *served, "--out", tmp_path / "served")
-    assert door(*words, "--out", tmp_path / "local", "--device", "cpu")[0] == 0
+    assert door(*words, *f"--out {tmp_path}/local --device cpu".split())[0] == 0
     for theirs, ours in zip(rows_of(tmp_path / "served"), rows_of(tmp_path / "local"), strict=True):
         assert (theirs["response_ids"], theirs["finish_reason"]) == (
             ours["response_ids"],

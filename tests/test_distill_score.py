@@ -57,7 +57,7 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     make, words, door, target_dir, golden
 ):
     out, _ = door.ok(*words, "--json")
-    assert door(*make, "--out", "at_once", "--teacher_top_k", K)[0] == 0
+    assert door(*make, *f"--out at_once --teacher_top_k {K}".split())[0] == 0
     rows = rows_of("scored")
     assert len(rows) == 16 and rows == rows_of("at_once")
     check_teacher_rows(rows, target_dir)
@@ -81,26 +81,14 @@ def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
 
 def test_a_draft_is_trained_without_the_target(words, target_dir, draft_dir, door):
     assert door(*words)[0] == 0
-    train = [
-        "train",
-        "--data",
-        "scored",
-        "--draft",
-        draft_dir,
-        "--objective",
-        "fkl",
-        "--max_length",
-        64,
-        "--steps",
-        12,
-    ]
-    train += ["--optim.lr", 0.01, "--device", "cpu", "--heldout_fraction", 0.2]
+    train = f"train --data scored --draft {draft_dir} --objective fkl --max_length 64".split()
+    train += "--steps 12 --optim.lr 0.01 --device cpu --heldout_fraction 0.2".split()
     door.ok(*train, "--out", "draft")
     judged = [json.loads(line) for line in Path("draft/run/metrics.jsonl").read_text().splitlines()]
     judged = [line for line in judged if "heldout_alpha" in line]
     assert judged[-1]["heldout_alpha"] > judged[0]["heldout_alpha"]
     # What lies in the tail is not known, and not counted: alpha is at most the target's own.
-    door.ok(*train, "--target", target_dir, "--out", "live")
+    door.ok(*train, *f"--target {target_dir} --out live".split())
     live = json.loads(Path("live/run/metrics.jsonl").read_text().splitlines()[0])
     assert judged[0]["heldout_alpha"] <= live["heldout_alpha"] + 1e-6
 
@@ -148,7 +136,7 @@ def test_rows_from_elsewhere(words, door, target_dir, golden):
         ("{broken", "not valid JSON"),
     ]
     words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
-    out, _ = door.ok(*words, "--chat_template", "chat.jinja", "--part_rows", 4)
+    out, _ = door.ok(*words, *"--chat_template chat.jinja --part_rows 4".split())
     golden(out)
     reasons = {line["row"]: line["reason"] for line in errors("scored")}
     assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))

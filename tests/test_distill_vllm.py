@@ -175,22 +175,13 @@ def asked(tmp_path_factory):
     (place / "chat.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}model:"
     )
-    return [
-        "distill",
-        "--target",
-        REAL,
-        "--prompts",
-        source,
-        "--chat_template",
-        place / "chat.jinja",
-        "--part_rows",
-        4,
-    ]
+    asked = f"distill --target {REAL} --prompts {source} --part_rows 4"
+    return f"{asked} --chat_template {place}/chat.jinja".split()
 
 
-GREEDY = ["--temperature", 0, "--max_new_tokens", 24, "--dtype", "float32", "--teacher_top_k", 8]
-SAMPLED = ["--temperatures", "0.7:0.5", "1.0:0.5", "--top_p", 0.9, "--top_k", 20, "--min_p", 0.02]
-SAMPLED += ["--num_samples", 3, "--max_new_tokens", 16, "--dtype", "float32", "--seed", 5]
+GREEDY = "--temperature 0 --max_new_tokens 24 --dtype float32 --teacher_top_k 8".split()
+SAMPLED = "--temperatures 0.7:0.5 1.0:0.5 --top_p 0.9 --top_k 20 --min_p 0.02".split()
+SAMPLED += "--num_samples 3 --max_new_tokens 16 --dtype float32 --seed 5".split()
 
 
 def compare_with_hf(made, ours):
@@ -249,8 +240,8 @@ def ours(asked, tmp_path_factory):
 
 @pytest.mark.engines
 def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(asked, ours, tmp_path):
-    greedy = [*asked, *GREEDY, "--engine", "vllm", "--out", tmp_path / "greedy"]
-    sampled = [*asked, *SAMPLED, "--engine", "vllm", "--out", tmp_path / "sampled"]
+    greedy = [*asked, *GREEDY, *f"--engine vllm --out {tmp_path}/greedy".split()]
+    sampled = [*asked, *SAMPLED, *f"--engine vllm --out {tmp_path}/sampled".split()]
     killed = inside(greedy)
     assert killed.stderr is not None
     while killed.poll() is None and not list(tmp_path.rglob("part-*")):
@@ -264,24 +255,16 @@ def test_vllm_in_this_process_gives_the_rows_of_hf_and_goes_on_after_a_kill(aske
 
 @pytest.mark.engines
 def test_vllm_served_gives_the_rows_of_hf_and_goes_on(asked, ours, tmp_path):
-    words = [
-        "--model",
-        REAL,
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-logprobs",
-        "8",
-        "--max-num-seqs",
-        "8",
-    ]
+    words = (
+        f"--model {REAL} --dtype float32 --enforce-eager --max-logprobs 8 --max-num-seqs 8".split()
+    )
     with vllm_server(engine("vllm"), words) as port:
-        served = ["--engine", "openai", "--endpoint", f"http://127.0.0.1:{port}/v1"]
+        served = f"--engine openai --endpoint http://127.0.0.1:{port}/v1".split()
 
         def command(*options):
             return main([str(word) for word in (*asked, *served, *options)])
 
-        greedy = [*GREEDY[:4], "--teacher_top_k", 8, "--out", tmp_path / "greedy"]
+        greedy = [*GREEDY[:4], *f"--teacher_top_k 8 --out {tmp_path}/greedy".split()]
         assert command(*greedy, "--max_requests", 9) == 1
         assert command(*greedy) == 0
         options = [word for word in SAMPLED if word not in ("--dtype", "float32")]

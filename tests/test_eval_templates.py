@@ -15,6 +15,7 @@ from draftsmith.eval.loading import load
 from draftsmith.eval.other_templates import read_set
 from draftsmith.eval.remarks import of_prompts
 from draftsmith.eval.request import check
+from tests.distilled import write_rows
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 STRICT = (
@@ -34,7 +35,7 @@ def chats(tmp_path):
     earlier = [{"role": "system", "content": "Be terse."}, *rows[0]["messages"]]
     rows.append({"messages": [*earlier, {"role": "user", "content": "Why is that so?"}]})
     file = tmp_path / "chats.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, *rows)
     return str(file)
 
 
@@ -85,7 +86,7 @@ def test_only_chats_have_a_template(tmp_path, tokenizer, golden):
     file = tmp_path / "mixed.jsonl"
     rows: list[dict[str, Any]] = [{"prompt": "The fox"}]
     rows.append({"messages": [{"role": "user", "content": "Why?"}]})
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(file, *rows)
     found = read_set(f"template:{file}", tokenizer)
     assert len(found.prompts) == 1
     golden(found.skipped[0].reason)

@@ -1,6 +1,5 @@
 """Odd inputs and a machine at its limits end in one line, or are read; no traceback, no waiting."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from draftsmith.core.prompts import read_prompts
 from draftsmith.core.signals import limited
 from draftsmith.core.tokenization import encode, load_tokenizer
 from draftsmith.distill.manifest import _finish
+from tests.distilled import write_rows
 
 ROOT = Path(__file__).parents[1]
 ENDLESS = (
@@ -121,7 +121,7 @@ def test_a_tokenizer_that_panics_skips_the_row(tmp_path, target_dir, golden):
         encode(tokenizer, "word " * 30 + "!")
     path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "word " * 30 + "!"}, {"prompt": "word"}]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(path, *rows)
     found = read_prompts(str(path), tokenizer)
     assert [skip.row for skip in found.skipped] == [1] and len(found.prompts) == 1
 

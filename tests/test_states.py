@@ -216,8 +216,8 @@ def test_what_a_local_run_cached_trains_the_same_draft_without_the_target(
     words = road(kind, target_dir, draft_dir, distilled)
     if kind == "lm":
         words += ["--objective", "fkl"]
-    door.ok(*words, "--head.features", tmp_path / "states", "--out", tmp_path / "local")
-    door.ok(*words, "--states", tmp_path / "states", "--out", tmp_path / "far")
+    door.ok(*words, *f"--head.features {tmp_path}/states --out {tmp_path}/local".split())
+    door.ok(*words, *f"--states {tmp_path}/states --out {tmp_path}/far".split())
     local, far = (tmp_path / name for name in ("local", "far"))
     for name in ("model.safetensors", "run/metrics.jsonl"):
         assert (local / name).read_bytes() == (far / name).read_bytes()
@@ -232,7 +232,7 @@ def test_states_of_another_target_are_refused_by_the_command(
     target_dir, draft_dir, distilled, door, tmp_path, golden
 ):
     words = road("eagle", target_dir, draft_dir, distilled)
-    states = ["--states", tmp_path / "states", "--out", tmp_path / "far"]
+    states = f"--states {tmp_path}/states --out {tmp_path}/far".split()
     said = door.refused(*words, *states)
     assert not (tmp_path / "far").exists()
     golden(said)
@@ -263,7 +263,7 @@ def test_alpha_and_tau_from_states_are_those_beside_the_target(
     words = (
         f"eval --states {tmp_path / 'states'} --target {target_dir} --draft mine={draft}".split()
     )
-    words += ["--id", f"a={distilled}", "--ood", f"b={distilled}", "--device", "cpu"]
+    words += f"--id a={distilled} --ood b={distilled} --device cpu".split()
     words += ["--out", tmp_path / "out"]
     door.ok(*words)
     results = Results.load(tmp_path / "out")

@@ -93,7 +93,7 @@ def engine(vllm, monkeypatch):
 
 def words(target, prompts, states, out):
     run = f"distill --target {target} --prompts {prompts} --engine vllm --max_new_tokens 8".split()
-    return [*run, "--states", states, "--out", out]
+    return [*run, *f"--states {states} --out {out}".split()]
 
 
 def same_states(target, rows, states):
@@ -181,7 +181,7 @@ def test_every_server_is_checked(quiet_dir, draft_dir, distilled, tmp_path, toke
 
 def test_a_set_that_is_there_gets_its_states(engine, quiet_dir, distilled, tmp_path, door, golden):
     states = tmp_path / "states"
-    there = ["distill", "--states_of", distilled, "--target", quiet_dir, "--engine", "vllm"]
+    there = f"distill --states_of {distilled} --target {quiet_dir} --engine vllm".split()
     out, _ = door.ok(*there, "--states", states)
     golden(out)
     same_states(quiet_dir, rows_of(distilled), states)
@@ -189,16 +189,16 @@ def test_a_set_that_is_there_gets_its_states(engine, quiet_dir, distilled, tmp_p
     golden(out)
     out, _ = door.ok(*there, "--states", tmp_path / "eight", "--states_8bit")
     golden(out)
-    said = door.refused(*there, "--states", states, "--states_layers", 3)
+    said = door.refused(*there, *f"--states {states} --states_layers 3".split())
     golden(said)
-    said = door.refused(*there, "--states", states, "--temperature", 0.5)
+    said = door.refused(*there, *f"--states {states} --temperature 0.5".split())
     golden(said)
 
 
 @pytest.mark.slow(12)
 def test_a_head_learns_from_them_as_beside_the_target(engine, quiet_dir, distilled, tmp_path, door):
     states = tmp_path / "states"
-    there = ["distill", "--states_of", distilled, "--target", quiet_dir, "--engine", "vllm"]
+    there = f"distill --states_of {distilled} --target {quiet_dir} --engine vllm".split()
     door.ok(*there, "--states", states)
     learns_the_same(quiet_dir, Path(distilled), states, tmp_path, door)
 
@@ -208,7 +208,7 @@ def learns_the_same(target, data, states, place, door):
         f"train --kind eagle3 --objective fkl --target {target} --data {data} --max_length 48 "
         "--steps 12 --batch_size 4 --heldout_fraction 0.3 --head.test_steps 2 --device cpu"
     ).split()
-    door.ok(*run, "--states", states, "--out", place / "far")
+    door.ok(*run, *f"--states {states} --out {place}/far".split())
     door.ok(*run, "--out", place / "local")
     alphas = []
     for name in ("far", "local"):
@@ -336,9 +336,9 @@ def test_a_head_learns_from_vllm_as_beside_the_target(tmp_path, door, monkeypatc
     )
     run = words(target, prompts, tmp_path / "states", tmp_path / "set")
     # At temperature 1 its answers are no draws of the target, and refused (vLLM 0.32 on a CPU).
-    run += ["--dtype", "float32", "--max_new_tokens", 24, "--temperature", 0]
-    there = ["distill", "--states_of", tmp_path / "set", "--target", target, "--engine", "vllm"]
-    there += ["--dtype", "float32", "--states", tmp_path / "again"]
+    run += "--dtype float32 --max_new_tokens 24 --temperature 0".split()
+    there = f"distill --states_of {tmp_path}/set --target {target} --engine vllm".split()
+    there += f"--dtype float32 --states {tmp_path}/again".split()
     process = test_distill_vllm.inside(run, there)
     error = process.communicate()[1]
     assert process.returncode == 0, error[-2000:]

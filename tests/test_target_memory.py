@@ -19,7 +19,7 @@ from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.drafts.heads.eagle3 import aux_layers
 from draftsmith.eval.results import Results
 from tests.conftest import tiny_tokenizer
-from tests.distilled import rows_of
+from tests.distilled import rows_of, write_rows
 from tests.small_targets import SIZES
 from tests.test_target_parallel import CONFIGS, KILLED
 
@@ -91,7 +91,7 @@ def test_two_processes_or_states_hold_what_one_cannot(
 ):
     texts = [{"prompt": f"The quick brown fox {number} jumps"} for number in range(4)]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_rows(prompts, *texts)
     limit = LIMITED.format(room=int(SHARE * target))
 
     def words(stage, *more):
@@ -102,11 +102,11 @@ def test_two_processes_or_states_hold_what_one_cannot(
         child = spawn(*words(stage, *more), cwd=tmp_path, patch=limit)
         return child.wait(code)[1].replace(str(tmp_path), "")
 
-    asked = ["--prompts", "prompts.jsonl", "--out", "set"]
+    asked = "--prompts prompts.jsonl --out set".split()
     (said,) = alone("distill", *asked, code=2).splitlines()
     golden(said)
-    learnt = ["--data", "set", "--out", "head"]
-    measured = ["--draft", "head=head", "--id", "own=prompts.jsonl", "--out", "eval"]
+    learnt = "--data set --out head".split()
+    measured = "--draft head=head --id own=prompts.jsonl --out eval".split()
     roads = [words("distill", *asked), words("train", *learnt), words("eval", *measured)]
     jobs = [{"words": [*road, "--target_parallel", "2"], "stop_at": None} for road in roads]
     (tmp_path / "driver.py").write_text(KILLED.replace("gc.freeze()", f"{limit}\ngc.freeze()"))

@@ -13,6 +13,7 @@ from draftsmith.core.large_target import all_have, is_divided, own_share, whole
 from draftsmith.core.models import load_model
 from draftsmith.core.teacher_rows import COLUMN, unpack
 from draftsmith.train.config import TrainConfig
+from tests.distilled import write_rows
 from tests.small_targets import made
 from tests.test_align import ONE_WAY, SMALL
 from tests.test_train_distributed import DRIVER
@@ -89,7 +90,7 @@ def families(tmp_path, draft_dir):
     for kind, changes in FAMILIES.items():
         made(kind, tmp_path / kind, **changes)
     texts = [{"id": str(i), "prompt": f"The quick brown fox {i} jumps"} for i in range(6)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    write_rows((tmp_path / "prompts.jsonl"), *texts)
     return tmp_path
 
 

@@ -219,7 +219,7 @@ def test_each_process_asks_for_its_own_rows(pair, whole, tokenizer, tmp_path, la
     with serving("vllm", tokenizer, states=states) as server:
         place = {"states": str(tmp_path / "states"), "states_gib": SMALL, "batch_size": 2}
         words = words_of(tmp_path / "two", **sgd | place, states_from=[server.url])
-        launch(["--config_file", ROOT / "configs/accelerate/cpu2.yaml", "-m", "draftsmith"], *words)
+        launch(f"--config_file {ROOT}/configs/accelerate/cpu2.yaml -m draftsmith".split(), *words)
     close(tmp_path / "two", one)
     assert max(sizes) < SMALL * 2**30 and not list(tmp_path.glob("states/online-*"))
 
@@ -250,8 +250,8 @@ def test_a_head_learns_beside_vllm(tmp_path, door, monkeypatch):
     prompts = write_rows(
         tmp_path / "p.jsonl", *({"prompt": f"If the lock {number} is not"} for number in range(40))
     )
-    there = ["distill", "--target", target, "--prompts", prompts, "--out", tmp_path / "set"]
-    door.ok(*there, "--dtype", "float32", "--max_new_tokens", 24)
+    there = f"distill --target {target} --prompts {prompts} --out {tmp_path}/set".split()
+    door.ok(*there, *"--dtype float32 --max_new_tokens 24".split())
     last = AutoConfig.from_pretrained(target).num_hidden_layers
     layers = {"eagle_aux_hidden_state_layer_ids": [*aux_layers(last), last]}
     drafting = {
@@ -265,7 +265,7 @@ def test_a_head_learns_beside_vllm(tmp_path, door, monkeypatch):
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path / "served")},
     }
-    words = ["--model", target, "--dtype", "float32", "--enforce-eager", "--max-num-seqs", "8"]
+    words = f"--model {target} --dtype float32 --enforce-eager --max-num-seqs 8".split()
     words += ["--speculative-config", json.dumps(drafting)]
     words += ["--kv-transfer-config", json.dumps(transfer)]
     options = {"target": target, "data": [str(tmp_path / "set")]}

@@ -68,7 +68,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
     words, target_dir, tmp_path, door
 ):
     # A rate so high that the figures go up and down, each in its own way.
-    more = ["--target", target_dir, "--optim.lr", "0.1", "--eval_every", "1", "--keep", "3"]
+    more = f"--target {target_dir} --optim.lr 0.1 --eval_every 1 --keep 3".split()
     assert door(*words, *more, "--out", tmp_path / "draft")[0] == 0
     assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in (18, 21, 24)]
     judged = metrics(tmp_path / "draft", "heldout_alpha")
@@ -98,7 +98,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
 def test_saving_memory_or_time_does_not_change_what_is_learnt(
     option, words, draft_dir, tmp_path, door
 ):
-    words += ["--draft", draft_dir, "--steps", "2", "--eval_every", "2", *SGD]
+    words += [*f"--draft {draft_dir} --steps 2 --eval_every 2".split(), *SGD]
     for out, options in (("plain", []), ("changed", [option])):
         door.ok(*words, *options, "--out", tmp_path / out)
     close(tmp_path / "changed", tmp_path / "plain")
@@ -108,7 +108,7 @@ def test_bf16_keeps_the_weights_in_fp32(words, draft_dir, tmp_path, door):
     found = {}
     for precision in ("fp32", "bf16"):
         out = tmp_path / precision
-        door.ok(*words, "--draft", draft_dir, "--precision", precision, "--out", out)
+        door.ok(*words, *f"--draft {draft_dir} --precision {precision} --out {out}".split())
         assert {value.dtype for value in load_file(out / "model.safetensors").values()} == {
             torch.float32
         }

@@ -15,6 +15,7 @@ from draftsmith.core.ranks import say
 from draftsmith.core.records import RUN
 from draftsmith.core.terminal import Formatter
 from draftsmith.drafts.cards import checkpoint_card
+from tests.distilled import write_rows
 
 # Sets the title, clears the screen, goes to the start of the line, and does so in one character.
 ESCAPES = "\x1b]0;title\x07\x1b[2J\r\x9b2J\x08"
@@ -40,16 +41,16 @@ def test_texts_ids_and_skips_of_decode_do_not_act(door, tmp_path, target_dir, mo
         {"id": ESCAPES, "prompt": "b"},
         {"\x1b[1m": 1},
     ]
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(prompts, *rows)
     monkeypatch.setattr("draftsmith.pair.decode_text", lambda tokenizer, ids: f"text{ESCAPES}")
-    words = ["decode", "--target", target_dir, "--max_new_tokens", 4]
-    for more in (["--prompts", prompts], ["--prompt", "a", "--num_samples", 2]):
+    words = f"decode --target {target_dir} --max_new_tokens 4".split()
+    for more in (["--prompts", prompts], "--prompt a --num_samples 2".split()):
         out, err = door.ok(*words, *more)
         # The bar goes to the start of its line by itself.
         assert not has_controls(out + err.replace("\rdecode:", "")) and "text" in out
         (*_, last) = door.ok(*words, *more, "--json")[0].splitlines()
         assert json.loads(last)["outputs"][0]["text"] == f"text{ESCAPES}"
-    door.ok(*words, "--prompts", prompts, "--out", tmp_path / "rows.jsonl")
+    door.ok(*words, *f"--prompts {prompts} --out {tmp_path}/rows.jsonl".split())
     written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert [row["id"] for row in written] == [f"a{ESCAPES}", ESCAPES]
 
@@ -98,9 +99,9 @@ def test_a_key_of_60_kb_is_one_short_line(door, tmp_path, target_dir):
     rows.write_text(json.dumps({"k" * 60_000: 1}) + "\n")
     began = time.process_time()
     for words in (
-        ["decode", "--config", config, "--prompt", "a"],
-        ["decode", "--target", target_dir, "--prompt", "a", f"--{'k' * 60_000}"],
-        ["decode", "--target", target_dir, "--prompts", rows],
+        f"decode --config {config} --prompt a".split(),
+        f"decode --target {target_dir} --prompt a --{'k' * 60_000}".split(),
+        f"decode --target {target_dir} --prompts {rows}".split(),
     ):
         assert len(door.refused(*words)) < 1500
     assert time.process_time() - began < 10
