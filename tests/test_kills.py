@@ -70,9 +70,8 @@ def before(patch, owner, name, action):
     patch.setattr(owner, name, watched)
 
 
-# What brings a run's work onto the disk, and what changes a name there.
-WORK = ("append", "fsync", "replace", "rename")
-CHANGES = (*WORK, "mkdir", "rmdir", "unlink")
+# What keeps a line of a journal, what brings a file onto the disk, and what changes a name there.
+CHANGES = ("append", "fsync", "replace", "rename", "mkdir", "rmdir", "unlink")
 
 
 @contextmanager
@@ -151,14 +150,16 @@ def interrupt():
 
 # At which calls, what happens, the exit code, and what is said.
 STOPS = {
-    "Ctrl-C": (WORK, interrupt, 130, ": interrupted"),
+    "Ctrl-C": (CHANGES, interrupt, 130, ": interrupted"),
     "full disk": (("fsync",), full, 1, "(No space left on device); fix that and run the same"),
 }
+# `decode` would still hold its lock in this process; `init` is done at once.
+STOPPED = [(stage, how) for how in STOPS for stage in STAGES if stage != "init"]
+STOPPED.remove(("decode", "Ctrl-C"))
 
 
 @pytest.mark.slow(10)
-@pytest.mark.parametrize("how", STOPS)
-@pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != "init"])
+@pytest.mark.parametrize(("stage", "how"), STOPPED)
 def test_stopped_ever_later(stage, how, start):
     """At its first call, then, started again, at its second, and so on to the end."""
     assert start(stage)[0] == 0
