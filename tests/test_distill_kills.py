@@ -1,7 +1,6 @@
 """What belongs to a set that is finished or not: its parts, its options, its inputs."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -67,13 +66,6 @@ def test_a_tokenizer_that_was_replaced_is_another_set(words, door, target_dir):
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     file.write_text(json.dumps(content))
     door.refused(*words)
-
-
-def test_what_is_not_a_distilled_set_is_not_written_into(words, door):
-    Path("set").mkdir()
-    Path("set/config.json").write_text("mine")
-    door.refused(*words)
-    assert os.listdir("set") == ["config.json"]
 
 
 def test_prompts_that_have_become_fewer_are_another_set(words, door, prompts_file, golden):

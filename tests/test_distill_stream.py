@@ -17,17 +17,18 @@ from draftsmith.distill.engines.hf import HFEngine
 from tests.distilled import errors, files, rows_of, write_rows
 
 GOOD = [{"prompt": f"The quick {number}", "domain": "d"} for number in range(9)]
+# Lines that are no prompts.
 BAD = [
-    (b"{broken", "not valid JSON"),
-    (b"[1]", "a row must be a JSON object"),
-    (b'{"other": 1}', "needs one of the keys"),
-    (b'{"prompt": ""}', "key 'prompt' is empty"),
-    (b'{"prompt": "caf\xe9"}', "not valid JSON"),
-    (b'{"prompt": "\\ud83d"}', "surrogates not allowed"),
-    (b'{"prompt": 5}', "expected text, got int"),
-    (json.dumps({"prompt": "dog " * 200}).encode(), "more than the 90 that fit"),
-    (b'{"messages": []}', "must be a list of at least one turn"),
-    (b'{"messages": [{"role": "user", "content": "a"}]}', "has no chat template"),
+    b"{broken",
+    b"[1]",
+    {"other": 1},
+    {"prompt": ""},
+    b'{"prompt": "caf\xe9"}',
+    b'{"prompt": "\\ud83d"}',
+    {"prompt": 5},
+    {"prompt": "dog " * 200},
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "a"}]},
 ]
 
 
@@ -35,7 +36,7 @@ BAD = [
 def words(target_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines: list[Any] = list(GOOD)
-    for place, (line, _) in enumerate(BAD):
+    for place, line in enumerate(BAD):
         lines.insert(2 * place, line)
     write_rows("p.jsonl", *lines, "")
     command = (
@@ -51,8 +52,7 @@ def test_rows_that_cannot_be_read_are_skipped_with_their_reasons(words, door, go
     assert [(line["row"], line["outcome"]) for line in errors()] == [
         (2 * place + 1, "skipped") for place in range(10)
     ]
-    for line, (_, reason) in zip(errors(), BAD, strict=True):
-        assert reason in line["reason"] and "\n" not in line["reason"]
+    golden("\n".join(line["reason"] for line in errors()))
     code, _, err = door(*words, "--out", "strict", "--strict")
     assert code == 2
     golden(err.strip().splitlines()[-1])

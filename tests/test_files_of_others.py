@@ -92,6 +92,7 @@ COMMANDS = {
         "errors.jsonl",
         "README.md",
         "part-1.parquet",
+        "config.json",
     ],
     "train --data {data} --draft {draft} --max_length 64": [
         "README.md",

@@ -41,6 +41,7 @@ FAMILIES = {
     "gpt2": "transformer.h",
     "gpt_neox": "gpt_neox.layers",
 }
+STATEFUL = {"lfm2": "model.layers", "qwen3_next": "model.layers", "mamba2": "backbone.layers"}
 
 
 def ids_of(rows=2, tokens=9, vocabulary=SIZES["vocab_size"]):
@@ -64,13 +65,19 @@ def head_of(kind, target):
     return stirred(fresh(target, **KINDS[kind]).eval())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_tap_is_what_the_last_layer_returns(family):
+def made(kind):
+    return hybrid(kind) if kind in STATEFUL else tiny_family(kind)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *STATEFUL])
+def test_the_last_tap_is_what_the_last_layer_returns(kind):
     """transformers' own last entry is the final state, which is far from it."""
-    target, ids_BT = tiny_family(family), ids_of()
-    raw_BTH, final_BTH = hooked(target, FAMILIES[family], ids_BT)
+    target = made(kind)
+    ids_BT = ids_of(vocabulary=target.config.vocab_size)
+    raw_BTH, final_BTH = hooked(target, (FAMILIES | STATEFUL)[kind], ids_BT)
+    taps = (target.config.num_hidden_layers, -1)
     with torch.no_grad():
-        _, (raw, final) = forward_with_states(target, (LAST, -1), input_ids=ids_BT)
+        _, (raw, final) = forward_with_states(target, taps, input_ids=ids_BT)
     assert torch.equal(raw, raw_BTH) and torch.equal(final, final_BTH)
     assert not torch.allclose(raw, final, atol=0.1)
 
@@ -85,22 +92,10 @@ def test_the_last_tap_of_gemma_3():
     assert torch.equal(raw, raw_BTH) and torch.equal(final, final_BTH)
 
 
-@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", "mamba2"])
-def test_the_last_tap_of_models_with_a_state(kind):
-    target = hybrid(kind)
-    layers = target.config.num_hidden_layers
-    ids_BT = ids_of(vocabulary=target.config.vocab_size)
-    inner = "backbone" if kind == "mamba2" else "model"
-    raw_BTH, _ = hooked(target, f"{inner}.layers", ids_BT)
-    with torch.no_grad():
-        _, (raw,) = forward_with_states(target, (layers,), input_ids=ids_BT)
-    assert torch.equal(raw, raw_BTH)
-
-
-@pytest.mark.parametrize("kind", [*FAMILIES, "lfm2", "qwen3_next", "mamba2"])
+@pytest.mark.parametrize("kind", [*FAMILIES, *STATEFUL])
 @torch.no_grad()
 def test_states_are_the_ones_that_transformers_keeps(kind):
-    target = tiny_family(kind) if kind in FAMILIES else hybrid(kind)
+    target = made(kind)
     ids_BT = ids_of(vocabulary=target.config.vocab_size)
     kept = body(target)(input_ids=ids_BT, use_cache=False, output_hidden_states=True)
     zero, one, final = body_states(target, (0, 1, -1), input_ids=ids_BT, use_cache=False)
