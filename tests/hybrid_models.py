@@ -177,6 +177,10 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "zaya": _SIZES,
 }
 
+# Convolutions; a gated delta rule, Mamba 2 and attention in parallel, and a state that is read
+# token by token, all with attention; recurrent layers alone.
+SOME_HYBRIDS = ("lfm2", "qwen3_next", "falcon_h1", "jamba", "mamba2")
+
 
 @cache
 def hybrid(kind: str, seed: int = 1, vocabulary: int = VOCAB) -> PreTrainedModel:

@@ -4,8 +4,8 @@ one's own.
 
 import ast
 import dataclasses
+import importlib
 import inspect
-import json
 import pydoc
 import re
 import subprocess
@@ -21,7 +21,6 @@ import torch
 
 import draftsmith as ds
 from draftsmith.core.models import load_model
-from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode import VERIFIERS, DraftModelProposer, Tree
 from draftsmith.outputs import Piece
@@ -46,21 +45,18 @@ def test_every_public_name_is_what_type_checkers_are_told():
     """The table of names and the imports that only type checkers read say the same."""
     source = ast.parse(Path(ds.__file__).read_text(encoding="utf-8"))
     block = next(node for node in source.body if isinstance(node, ast.If))
-    told = {}
+    told = set()
     for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
+        assert isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names:
-            told[alias.asname or alias.name] = f"{node.module}:{alias.name}"
-    found = {name: f"draftsmith.{place}" for name, place in ds._PUBLIC.items()}
-    functions = {
-        "distill": "draftsmith.distill.generate:distill",
-        "train": "draftsmith.train.training_run:train",
-    }
-    assert found | functions | {"decoding": "draftsmith:decoding"} == told
-    assert set(told) == set(ds.__all__) - {"__version__"}
+            name = alias.asname or alias.name
+            told.add(name)
+            public = getattr(ds, name)
+            # The packages `distill` and `train` are called as these functions.
+            found = getattr(public, "function", public)
+            assert found is getattr(importlib.import_module(node.module), alias.name), name
+    assert told == set(ds.__all__) - {"__version__"}
     assert dir(ds) == sorted(ds.__all__)
-    for name in ds.__all__:
-        assert getattr(ds, name) is not None
     assert (Path(ds.__file__).parent / "py.typed").is_file()
 
 
@@ -139,22 +135,6 @@ def test_type_checkers_see_names_and_types(pair: Pair, golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("short", "spec"),
-    [(3, "chain:3"), ("3", "chain:3"), ((3, 2), "kary:3,2"), ("chain", "chain:4")],
-)
-def test_a_tree_may_be_written_short(pair, short, spec):
-    outputs = [pair.generate("The quick", tree=tree, max_new_tokens=8) for tree in (short, spec)]
-    assert outputs[0].output_ids == outputs[1].output_ids
-    assert outputs[0].stats == outputs[1].stats
-
-
-@pytest.mark.parametrize("tree", [0, (3, "x"), 4.5])
-def test_a_bad_tree_is_refused_in_one_line(pair, tree, golden):
-    with golden.raises(ds.InputError):
-        pair.generate("The quick", tree=tree)
-
-
-@pytest.mark.parametrize(
     ("tree", "temperature"),
     [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)],
 )
@@ -202,17 +182,6 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
     again = pair.generate(cast(Any, ids), temperature=1, max_new_tokens=9, seed=0)
     assert [out.output_ids for out in again] == [row["output_ids"] for row in rows]
     assert outputs[0].output_ids != outputs[2].output_ids
-
-
-def test_a_chat_goes_through_the_template(pair, tmp_path, monkeypatch):
-    monkeypatch.setattr(pair.tokenizer, "chat_template", "{{ messages[0].content }}?")
-    chat = [{"role": "user", "content": "Who jumps?"}]
-    file = tmp_path / "c.jsonl"
-    file.write_text(json.dumps({"messages": chat}) + "\n")
-    (prompt,) = read_prompts(str(file), pair.tokenizer).prompts
-    one, listed = pair.generate(chat, max_new_tokens=6), pair.generate([chat], max_new_tokens=6)
-    assert one.prompt_ids == listed[0].prompt_ids == list(prompt.ids)
-    assert one.output_ids == listed[0].output_ids
 
 
 def test_pieces_come_as_they_are_decoded_and_are_the_text(pair, golden):
@@ -283,6 +252,7 @@ def test_several_outputs_of_a_prompt_are_those_of_the_command(door, pair, target
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"tree": 4.5}, "tree: 4.5 is no tree; write for example chain:4, 4 or (3, 2)"),
         ({"temprature": 1}, "temprature: no option of GenerateConfig; did you mean temperature?"),
         ({"stop": 5}, "stop: must be a valid string, got 5"),
         ({"temperature": "hot"}, "temperature: must be a valid number, got 'hot'"),

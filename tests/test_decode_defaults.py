@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -27,6 +25,7 @@ from draftsmith.decode import (
 from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.decode.supported_models import _reads_windows
 from tests.tiny_models import random_llama
+from tests.train_laws import tiny_family
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
@@ -131,32 +130,10 @@ def test_a_proposer_serves_targets_of_several_vocabularies():
     assert decoder.generate(PROMPTS, GREEDY, 12).generations == before
 
 
-def of_kind(kind, **options):
-    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-    config = AutoConfig.for_model(kind, **sizes | options)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
-    return model
+REASONS = "mamba rwkv openai-gpt bloom gpt_neo lfm2 llama olmo2 olmoe doge bert electra roberta"
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "mamba",
-        "rwkv",
-        "openai-gpt",
-        "bloom",
-        "gpt_neo",
-        "lfm2",
-        "llama",
-        "olmo2",
-        "olmoe",
-        "doge",
-        "bert",
-        "electra",
-        "roberta",
-    ],
-)
+@pytest.mark.parametrize("kind", REASONS.split())
 def test_the_reason_is_the_right_one(kind, golden):
     options: dict[str, dict[str, Any]] = {
         "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -166,9 +143,8 @@ def test_the_reason_is_the_right_one(kind, golden):
         "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 2},
     }
     with golden.raises(ValueError) as caught:
-        SpeculativeDecoder(
-            of_kind(kind, **options.get(kind, {})), PromptLookupProposer(), "kary:2,1"
-        )
+        model = tiny_family(kind, **options.get(kind, {}))
+        SpeculativeDecoder(model, PromptLookupProposer(), "kary:2,1")
     assert "\n" not in str(caught.value)
 
 

@@ -4,17 +4,15 @@ ones.
 
 import copy
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.decode.propose.head_proposers import HeadProposer
-from draftsmith.decode.runner import Block, Runner
 from tests.tiny_models import redrawn, stirred, stirred_head, tiny_llama
 
 VOCAB = 17
@@ -62,54 +60,6 @@ def run(decoder, rows, sampling, new_tokens=12):
     generators = [generator(100 + row) for row in rows]
     batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
     return batch.generations
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
-def test_step_by_step_forwards_equal_teacher_forced_ones(monkeypatch, kind, sampling):
-    """Law 5: target and draft, every cell of every tree, along its path from the first prompt
-    token.
-    """
-    decoder = decoder_of(kind, "kary:3,1,2", "mcsd")
-    assert isinstance(decoder.proposer, DraftModelProposer)
-    calls: list[tuple[Runner, Block, list[int], list[int], Tensor, Tensor]] = []
-    plain = Runner.forward
-
-    def spy(self, tokens, block, keep_logits=0, **rest):
-        logits, hidden = plain(self, tokens, block, 0, **rest)
-        lead = self.state_B3[:, 1].tolist()
-        calls.append((self, block, list(self.lengths), lead, tokens.clone(), logits.clone()))
-        return logits[:, -keep_logits:], hidden
-
-    monkeypatch.setattr(Runner, "forward", spy)
-    rows = [0, 2, 4]
-    prompts = [PROMPTS[row] for row in rows]
-    generators = [generator(row) for row in rows]
-    # No EOS, so that rows end together and batch places stay rows.
-    batch = decoder.generate(prompts, sampling, 10, generators)
-    texts = [p + g.output_ids for p, g in zip(prompts, batch.generations, strict=True)]
-    cells: dict[int, Tensor] = {}
-    checked = {"target": 0, "draft": 0, "two pending": 0}
-    for runner, block, lengths, leads, tokens, logits in calls:
-        if len(lengths) < len(rows):
-            break
-        total, queries = block.offsets_RT.shape[1], block.queries
-        before = cells.get(id(runner), tokens[:, :0])[:, : total - queries]
-        cells[id(runner)] = so_far = torch.cat([before, tokens], dim=1)
-        for row, (length, lead) in enumerate(zip(lengths, leads, strict=True)):
-            for query in range(queries):
-                cell = total - queries + query
-                if length == 0 or cell < lead:
-                    continue
-                seen = [i for i in range(lead, total) if bool(block.sees_RqT[0, query, i])]
-                text = texts[row][:length] + [int(so_far[row, i]) for i in seen]
-                with torch.inference_mode():
-                    forced = runner.model(input_ids=torch.tensor([text])).logits[0, -1]
-                torch.testing.assert_close(logits[row, query], forced, atol=1e-4, rtol=1e-4)
-                is_target = runner.model is decoder.target
-                checked["target" if is_target else "draft"] += 1
-                checked["two pending"] += not is_target and lead == 0 and int(seen == [0, 1])
-    assert all(count > 3 for count in checked.values()), checked
 
 
 def test_counts_of_a_hand_computed_run():
@@ -286,50 +236,29 @@ def test_a_rope_that_changes_with_length_ends_the_context(golden):
     assert got == wanted[0, 3:].tolist()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2"])
-def test_bfloat16_runs_with_masks_and_cache_of_its_own_type(kind):
-    """Half precision has ties, so only the mechanics are checked: types, lengths, counts that add
-    up.
-    """
-    target = cast(Any, copy.deepcopy(model_of(kind, 1))).to(torch.bfloat16)
-    decoder = SpeculativeDecoder(target, DraftModelProposer(target), "kary:2,2", "mcsd")
-    batch = decoder.generate(PROMPTS[:2], WARM, 12, [generator(0), generator(1)])
-    for g in batch.generations:
-        assert len(g.output_ids) == 12 == g.stats.emitted
-        assert g.stats.accepted == sum(g.from_draft) > 0
-    assert batch.prefill_s > 0 and batch.decode_s > 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 @pytest.mark.parametrize("draft", ["model", "head"])
-def test_equal_prompts_are_read_once_and_go_their_own_ways(monkeypatch, kind, draft):
-    """Samples of one prompt stand in any order among others."""
-    if draft == "head" and kind != "llama":
-        pytest.skip("heads read LLaMA")
-    target = model_of(kind, 1)
-    decoder = decoder_of(kind, "kary:2,2", "mcsd")
+def test_equal_prompts_are_read_once_and_go_their_own_ways(draft):
+    """Samples of one prompt stand in any order among others. A head reads the features of every
+    row.
+    """
+    target = copy.deepcopy(model_of("llama", 1))
+    proposer: Any = DraftModelProposer(stirred(copy.deepcopy(target), 0.08))
     if draft == "head":
-        head = HeadProposer(stirred_head("eagle", target).eval())
-        decoder = SpeculativeDecoder(target, head, "kary:2,2", "mcsd")
-    rows = [0, 1, 0, 2, 1, 0]
-    prompts = [PROMPTS[row] for row in rows]
-    seeds = range(100, 100 + len(rows))
-    apart = []
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        batch = decoder.generate([prompt], WARM, 12, [generator(seed)], eos_ids=())
-        apart.append(batch.generations[0].output_ids)
-    read = []
-    whole = Runner._prefill_chunk
-
-    def counted(self, tokens_BT, *rest):
-        read.append(len(tokens_BT))
-        return whole(self, tokens_BT, *rest)
-
-    monkeypatch.setattr(Runner, "_prefill_chunk", counted)
-    together = decoder.generate(prompts, WARM, 12, [generator(seed) for seed in seeds], eos_ids=())
-    assert [row.output_ids for row in together.generations] == apart
-    # The target and a draft model read three prompts; a head reads the features of every row.
-    assert read == [3, 3 if draft == "model" else len(rows)]
+        proposer = HeadProposer(stirred_head("eagle", target).eval())
+    decoder = SpeculativeDecoder(target, proposer, "kary:2,2", "mcsd", fast=False)
+    prompts = [PROMPTS[row] for row in (0, 1, 0, 2, 1, 0)]
+    streams = [generator(100 + row) for row in range(6)]
+    apart = [
+        decoder.generate([prompt], WARM, 12, [generator(100 + row)], eos_ids=()).generations[0]
+        for row, prompt in enumerate(prompts)
+    ]
+    read: list[int] = []
+    target.register_forward_pre_hook(
+        lambda _, args, given: read.append(len(given["input_ids"])), with_kwargs=True
+    )
+    together = decoder.generate(prompts, WARM, 12, streams, eos_ids=()).generations
+    assert [row.output_ids for row in together] == [row.output_ids for row in apart]
+    assert read[:2] == [3, 6]
 
 
 def test_decoding_leaves_the_callers_attention_as_it_was():

@@ -6,22 +6,14 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder, take_over
+from draftsmith.decode.llama_forward import lean_forward
 from draftsmith.decode.native import four_bit_state, kernel, pack_four_bits
 from draftsmith.decode.packed_weights import packs_of
-from draftsmith.decode.runner import Runner
-from draftsmith.decode.supported_models import ability
 
 pytestmark = [
     pytest.mark.skipif(
@@ -32,19 +24,15 @@ pytestmark = [
     ),
 ]
 SIZES = {
-    **{
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "head_dim": 16,
-    },
-    **{
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-    },
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
 }
 
 
@@ -84,12 +72,8 @@ def test_what_the_kernel_cannot_read_is_left_alone():
 
 def saved(path, name, **changes):
     torch.manual_seed(4)
-    if name == "gemma2":
-        Gemma2ForCausalLM(Gemma2Config(**SIZES | changes, sliding_window=32)).save_pretrained(path)
-    elif name == "granite":
-        GraniteForCausalLM(GraniteConfig(**SIZES | changes)).save_pretrained(path)
-    else:
-        LlamaForCausalLM(LlamaConfig(**SIZES | changes)).save_pretrained(path)
+    sizes = SIZES | ({"sliding_window": 32} if name == "gemma2" else {}) | changes
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes)).save_pretrained(path)
     return str(path)
 
 
@@ -105,16 +89,12 @@ def test_a_quantised_model_decodes_by_the_kernel_as_by_itself(tmp_path, monkeypa
 
     def counted(self, x):
         calls.append("own")
-        product = forward(self, x)
-        return product
+        return forward(self, x)
 
     monkeypatch.setattr(layer, "forward", counted)
     prompts, sampling = [[5, 6, 7, 8], [9, 10]], Sampling(temperature=0.0)
     take_over(target)
-    packs = packs_of(target)
-    assert (Runner(target, ability(target).windows, 128, packs)._lean is None) == (
-        name == "granite"
-    )
+    assert (lean_forward(target, packs_of(target)) is None) == (name == "granite")
     fast = SpeculativeDecoder(target).generate(prompts, sampling, 24, eos_ids=())
     assert not calls
     slow = SpeculativeDecoder(target, fast=False).generate(prompts, sampling, 24, eos_ids=())
@@ -130,7 +110,7 @@ def test_odd_widths_decode_through_bitsandbytes(tmp_path):
         saved(tmp_path, "llama", intermediate_size=72), device="cpu", quantize="nf4"
     )
     take_over(target)
-    assert Runner(target, ability(target).windows, 128, packs_of(target))._lean is None
+    assert lean_forward(target, packs_of(target)) is None
     fast, slow = (
         SpeculativeDecoder(target, fast=how).generate(
             [[5, 6]], Sampling(temperature=0.0), 8, eos_ids=()

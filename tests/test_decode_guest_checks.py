@@ -27,6 +27,7 @@ from tests.tiny_models import random_llama
 V = 17
 PROMPTS = [[1, 2], [3, 4, 5]]
 CPU = torch.device("cpu")
+CHAIN = Tree((-1, 0, 1))
 Change = Callable[[Proposal], Any]
 
 
@@ -88,30 +89,21 @@ def deeper(proposal):
     )
 
 
-PROPOSALS = {
-    "nothing": (lambda _: None, "expected a Proposal with a TreeBatch, got NoneType"),
-    "a tree of another class": (
-        lambda proposal: replace(proposal, tree=cast(Any, Tree((-1, 0, 1)))),
-        "expected a Proposal with a TreeBatch, got Tree",
-    ),
-    "deeper": (deeper, "tree: expected at most 3 nodes and depth 3, got 4 and 4"),
-    "a column too many": (
-        tokens(lambda x: pad(x, (0, 1), value=3)),
-        r"tokens_BM: expected torch.int64 \[2, 4\] on cpu, got torch.int64 \[2, 5\] on cpu",
-    ),
-    "a row too few": (tokens(lambda x: x[:1]), r"expected .* \[2, 4\] .* got .* \[1, 4\]"),
-    "int32": (tokens(Tensor.int), "expected torch.int64 .* got torch.int32"),
-    "elsewhere": (tokens(lambda x: x.to("meta")), "on cpu, got .* on meta"),
-    "a list": (tokens(Tensor.tolist), "tokens_BM: expected a tensor, got list"),
+PROPOSALS: dict[str, Change] = {
+    "nothing": lambda _: None,
+    "a tree of another class": lambda proposal: replace(proposal, tree=cast(Any, CHAIN)),
+    "deeper": deeper,
+    "a column too many": tokens(lambda x: pad(x, (0, 1), value=3)),
+    "a row too few": tokens(lambda x: x[:1]),
+    "int32": tokens(Tensor.int),
+    "elsewhere": tokens(lambda x: x.to("meta")),
+    "a list": tokens(Tensor.tolist),
 }
-DRAWN = {
-    "wider": (
-        q(lambda x: pad(x, (0, 1))),
-        r"q_BEV: expected torch.float32 \[2, 3, 17\] on cpu, got torch.float32 \[2, 3, 18\]",
-    ),
-    "half": (q(Tensor.half), "expected torch.float32 .* got torch.float16"),
-    "of one row": (q(lambda x: x[:1]), r"expected .* \[2, 3, 17\] .* got .* \[1, 3, 17\]"),
-    "flat": (q(lambda x: x[:, 0]), r"got .* \[2, 17\]"),
+DRAWN: dict[str, Change] = {
+    "wider": q(lambda x: pad(x, (0, 1))),
+    "half": q(Tensor.half),
+    "of one row": q(lambda x: x[:1]),
+    "flat": q(lambda x: x[:, 0]),
 }
 
 
@@ -124,16 +116,14 @@ def decode(proposer, verifier, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PROPOSALS)
 def test_a_proposal_that_does_not_fit_is_an_error(name, temperature, golden):
-    change, match = PROPOSALS[name]
     with golden.raises(ValueError):
-        decode(Threes(change), "exact", temperature)
+        decode(Threes(PROPOSALS[name]), "exact", temperature)
 
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_distributions_that_do_not_fit_are_an_error(name, golden):
-    change, match = DRAWN[name]
     with golden.raises(ValueError):
-        decode(Threes(change, "without_replacement"), "mcsd", 1.0)
+        decode(Threes(DRAWN[name], "without_replacement"), "mcsd", 1.0)
 
 
 def test_what_fits_is_taken():
@@ -144,32 +134,22 @@ def test_what_fits_is_taken():
 
 
 def own(change):
-    def run(proposal, p_BMV, u_BU):
-        made = change(VERIFIERS["exact"].run(proposal, p_BMV, u_BU))
-        return made
-
-    return replace(VERIFIERS["exact"], name="own", run=run)
+    exact = VERIFIERS["exact"]
+    return replace(exact, name="own", run=lambda *given: change(exact.run(*given)))
 
 
-VERDICTS = {
-    "nothing": (lambda _: None, "expected a Verdict, got NoneType"),
-    "a token too few": (
-        lambda verdict: replace(verdict, tokens_BD1=verdict.tokens_BD1[:, :-1]),
-        r"tokens_BD1: expected torch.int64 \[2, 4\] on cpu, got torch.int64 \[2, 3\] on cpu",
-    ),
-    "floats": (
-        lambda verdict: replace(verdict, accepted_B=verdict.accepted_B.float()),
-        "accepted_B: expected torch.int64 .* got torch.float32",
-    ),
+VERDICTS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda _: None,
+    "a token too few": lambda verdict: replace(verdict, tokens_BD1=verdict.tokens_BD1[:, :-1]),
+    "floats": lambda verdict: replace(verdict, accepted_B=verdict.accepted_B.float()),
 }
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_verdict_that_does_not_fit_is_an_error(name, temperature, golden):
-    change, match = VERDICTS[name]
     with golden.raises(ValueError):
-        decode(Threes(lambda proposal: proposal), own(change), temperature)
+        decode(Threes(lambda proposal: proposal), own(VERDICTS[name]), temperature)
 
 
 @pytest.mark.skipif(kernel() is None, reason="no compiled kernel")

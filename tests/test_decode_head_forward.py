@@ -1,8 +1,10 @@
-"""A head's forward in one call of the kernel equals its own forward, alone and in a tree.
+"""What the kernel computes of a head equals the head's own forward, alone and in a tree.
 
-Legend: B rows, q queries, T tokens, H hidden size, D draft vocabulary.
+Legend: B rows, q queries, T tokens, H hidden size, D draft vocabulary, e nodes of a level, d tokens
+of a path.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,11 +14,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.core.sampling import Sampling
 from draftsmith.decode import SpeculativeDecoder
 from draftsmith.decode.head_forward import BlockHeadForward, EagleForward
 from draftsmith.decode.native import kernel
-from draftsmith.decode.packed_weights import packs_of, take_over
+from draftsmith.decode.packed_weights import PackedLinear, kernel_products, packs_of, take_over
 from draftsmith.decode.propose.head_proposers import (
     BlockAsModel,
     HeadAsModel,
@@ -28,6 +29,7 @@ from draftsmith.decode.runner import Block, Runner
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
+from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads, ParallelHeads
 from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead, layer_of
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
@@ -129,16 +131,34 @@ HEADS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def ran(monkeypatch):
+    """The forwards of heads in the kernel, which packs matrices of any size."""
+    monkeypatch.setattr("draftsmith.decode.packed_weights._SMALLEST", 0)
+    calls = []
+    for kind in (EagleForward, BlockHeadForward):
+
+        def counted(self, *inputs, run=kind.run, **options):
+            calls.append(type(self))
+            return run(self, *inputs, **options)
+
+        monkeypatch.setattr(kind, "run", counted)
+    return calls
+
+
+def runner_of(head, fast, kind=HeadAsModel, window=None):
+    model: Any = kind(head)
+    take_over(head)
+    return Runner(model, {"full_attention": window}, None, packs_of(model) if fast else None)
+
+
 def outputs(head, fast):
     """Logits and features of pending tokens and of a tree, behind ragged prompts."""
-    model: Any = HeadAsModel(head)
-    take_over(head)
-    runner = Runner(model, {"full_attention": None}, None, packs_of(model) if fast else None)
-    assert isinstance(runner._lean, EagleForward) == fast
+    runner = runner_of(head, fast)
     random = torch.Generator().manual_seed(3)
 
     def features(*shape):
-        return torch.randn(*shape, HIDDEN, generator=random)
+        return torch.randn(*shape, HIDDEN, generator=random).to(head.fc.weight.dtype)
 
     runner.prefill(PROMPTS, 20, features_BTH=features(2, len(PROMPTS[0])))
     tokens_Bq, lead = runner.open_pending([[1, 2, 3], [4]])
@@ -152,11 +172,19 @@ def outputs(head, fast):
 
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
-def test_equals_the_heads_own_forward(name):
+def test_equals_the_heads_own_forward(name, ran):
     with torch.inference_mode(False):
         head = HEADS[name]()
-    for ours, theirs in zip(outputs(head, fast=True), outputs(head, fast=False), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+    theirs = outputs(head, fast=False)
+    assert not ran
+    for ours, own in zip(outputs(head, fast=True), theirs, strict=True):
+        torch.testing.assert_close(ours, own, atol=2e-5, rtol=1e-5)
+    assert len(ran) == 3
+    # 16 bits go through the kernel as they are.
+    half = outputs(head.bfloat16(), fast=True)
+    for ours, own in zip(half, theirs, strict=True):
+        assert (ours - own).norm() < 0.03 * own.norm()
+    assert len(ran) == 6
 
 
 BLOCKS: dict[str, Callable[[], Any]] = {
@@ -169,11 +197,7 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 
 def block_states(head, fast):
     """States of two blocks, behind ragged prompts and tokens of a first step."""
-    model: Any = BlockAsModel(head)
-    windows = {"full_attention": head.config.window}
-    take_over(head)
-    runner = Runner(model, windows, None, packs_of(model) if fast else None)
-    assert isinstance(runner._lean, BlockHeadForward) == fast
+    runner = runner_of(head, fast, BlockAsModel, head.config.window)
     random = torch.Generator().manual_seed(3)
 
     def features(count):
@@ -194,10 +218,13 @@ def block_states(head, fast):
 
 @pytest.mark.parametrize("name", BLOCKS)
 @torch.inference_mode()
-def test_equals_the_block_drafters_own_forward(monkeypatch, name):
+def test_equals_the_block_drafters_own_forward(monkeypatch, name, ran):
     with torch.inference_mode(False):
         head = BLOCKS[name]()
-    ours, theirs = block_states(head, fast=True), block_states(head, fast=False)
+    theirs = block_states(head, fast=False)
+    assert not ran
+    ours = block_states(head, fast=True)
+    assert len(ran) == 3
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
     monkeypatch.setattr("draftsmith.decode.head_forward.MOST_TOKENS", 14)
     assert torch.equal(block_states(head, fast=True), ours)
@@ -213,68 +240,98 @@ def test_a_prompt_in_parts_is_the_prompt(monkeypatch):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
-@torch.inference_mode()
-def test_a_token_has_the_same_bits_alone_and_among_others(name):
-    with torch.inference_mode(False):
-        head = HEADS[name]()
-    model: Any = HeadAsModel(head)
-    take_over(head)
-    random = torch.Generator().manual_seed(3)
-    features_BTH = torch.randn(1, 12, HIDDEN, generator=random)
-    tokens_BT = torch.arange(12).unsqueeze(0)
-    found = []
-    for sizes in ([12], [5, 1, 6]):
-        runner = Runner(model, {"full_attention": None}, None, packs_of(model))
-        runner.prefill([[]], 20)
-        parts = []
-        begin = 0
-        for size in sizes:
-            span = slice(begin, begin + size)
-            runner.open()
-            block = pending_block(size, runner.device)
-            _, (part,) = runner.forward(tokens_BT[:, span], block, 0, (0,), features_BTH[:, span])
-            runner.keep([list(range(size))])
-            parts.append(part)
-            begin += size
-        found.append(torch.cat(parts, dim=1))
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("kind", ["gelu", "hook", "patched"])
-def test_a_head_that_it_does_not_know_runs_its_own_forward(kind):
+@torch.inference_mode()
+def test_a_head_that_it_does_not_know_runs_its_own_forward(kind, ran):
     head = eagle(hidden_act="gelu") if kind == "gelu" else eagle()
     if kind == "hook":
         head.fc.register_forward_hook(lambda *_: None)
     if kind == "patched":
         head.fc.__dict__["forward"] = head.fc.forward
-    model: Any = HeadAsModel(head)
-    take_over(head)
-    assert Runner(model, {"full_attention": None}, None, packs_of(model))._lean is None
+    outputs(head, fast=True)
+    assert not ran
 
 
+def parallel(kind, dtype=torch.float32, bias=False, **options):
+    """Heads with weights of their own, that bf16 holds. Logits are capped."""
+    model: Any = target()
+    if bias:
+        model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
+    model.bfloat16().to(dtype)
+    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 3}
+    config = HeadsConfig(kind=kind, **sizes, **options)
+    head: Any = (MedusaHeads if kind == "medusa" else HydraHeads)(config, model)
+    torch.manual_seed(1)
+    for weight in head.parameters():
+        nn.init.normal_(weight, 0.0, 0.1)
+    projection = replace(head.borrowed.projection, scale=0.5, softcap=4.0)
+    head.borrowed = replace(head.borrowed, projection=projection)
+    return head.bfloat16().to(dtype).eval().requires_grad_(False)
+
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "medusa": {"kind": "medusa"},
+    "medusa, two layers": {"kind": "medusa", "num_layers": 2},
+    "hydra": {"kind": "hydra"},
+    "hydra, two layers": {"kind": "hydra", "num_layers": 2},
+    "hydra, own projection": {"kind": "hydra", "own_projection": True},
+    "hydra, bias of the map": {"kind": "hydra", "skip_bias": True, "num_layers": 2},
+}
+
+
+def parallel_inputs(head, number, rows):
+    random = torch.Generator().manual_seed(3)
+    features_BeH = torch.randn(rows, 4, HIDDEN, generator=random)
+    if isinstance(head, MedusaHeads):
+        return features_BeH[:, :1]
+    tokens_Bed = torch.randint(VOCABULARY, (rows, 4, number + 1), generator=random)
+    return head.inputs(features_BeH, tokens_Bed)
+
+
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
-    "name", ["eagle", "eagle3, draft vocabulary", "mtp, as MiMo", "dspark, draft vocabulary"]
+    ("dtype", "pairs"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
 )
-@pytest.mark.parametrize("tree", ["chain:3", "kary:3,2"])
-def test_sixteen_bits_draft_and_change_nothing(monkeypatch, name, tree):
+@pytest.mark.parametrize("name", PARALLEL)
+@torch.inference_mode()
+def test_equals_the_products_of_parallel_heads(monkeypatch, name, dtype, pairs, bias):
+    library: Any = kernel()
+    monkeypatch.setattr(library, "pairs", pairs and library.pairs)
+    with torch.inference_mode(False):
+        head, exact = (
+            parallel(**PARALLEL[name], bias=bias, dtype=each) for each in (dtype, torch.float32)
+        )
+    for owned in (head.borrowed.target, head):
+        take_over(owned)
+        packs_of(owned).prepare(owned)
+    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for number, rows in itertools.product(range(3), (1, 3)):
+        given = parallel_inputs(head, number, rows)
+        with kernel_products():
+            logits = head.logits_of(number, given)
+        wanted = exact.logits_of(number, given.float())
+        torch.testing.assert_close(logits.float(), wanted, atol=tolerance, rtol=tolerance)
+    if isinstance(head, MedusaHeads):
+        together = exact(given.float())
+        assert torch.equal(exact.logits_of(1, given.float()), together[:, :, 1])
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra, two layers"])
+@pytest.mark.parametrize("tree", ["chain:2", "kary:3,2"])
+def test_parallel_heads_run_as_deep_as_the_tree(monkeypatch, name, tree):
     calls = []
-    kind = BlockHeadForward if name in BLOCKS else EagleForward
-    plain = kind.run
+    plain = ParallelHeads.logits_of
 
-    def counted(self, *inputs, **options):
-        calls.append(inputs[0].shape)
-        return plain(self, *inputs, **options)
+    def counted(self, number, inputs):
+        packed = [isinstance(each, PackedLinear) for each in self.modules()]
+        assert sum(packed) >= 3
+        calls.append((number, inputs.shape[1]))
+        return plain(self, number, inputs)
 
-    monkeypatch.setattr(kind, "run", counted)
-    head = (HEADS | BLOCKS)[name]().bfloat16()
-    model: Any = target().bfloat16()
-    projection = replace(head.borrowed.projection, get_module=model.get_output_embeddings)
-    head.borrowed = replace(head.borrowed, target=model, projection=projection)
+    monkeypatch.setattr(ParallelHeads, "logits_of", counted)
+    head = parallel(**PARALLEL[name])
+    model = head.borrowed.target
     take_over(model, head)
-    greedy = Sampling(temperature=0.0)
-    alone = SpeculativeDecoder(model, None, None).generate(PROMPTS, greedy, 24)
-    drafted = SpeculativeDecoder(model, HeadProposer(head), tree).generate(PROMPTS, greedy, 24)
-    assert calls
-    texts = [[row.output_ids for row in output.generations] for output in (alone, drafted)]
-    assert texts[0] == texts[1]
+    SpeculativeDecoder(model, HeadProposer(head), tree).generate(PROMPTS, max_new_tokens=24)
+    siblings = 3 if tree == "kary:3,2" and name != "medusa" else 1
+    assert set(calls) == {(0, 1), (1, siblings)}

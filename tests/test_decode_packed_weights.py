@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -28,6 +26,7 @@ from draftsmith.decode.native import PackedMatrix, kernel
 from draftsmith.decode.packed_weights import kernel_products
 from draftsmith.drafts.heads.borrowed import projection_of
 from tests.tiny_models import HEADS, stirred_head
+from tests.train_laws import tiny_family
 
 pytestmark = pytest.mark.skipif(
     kernel() is None, reason="no C compiler with OpenMP here, or torch has another runtime"
@@ -145,30 +144,6 @@ def test_a_weight_is_freed_before_the_next_is_packed(kind, monkeypatch):
     assert len(left) >= 8 and left == sorted(set(left), reverse=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["llama", "tied", "gpt2"])
-def test_a_model_in_sixteen_bits_decodes_as_one_in_fp32_with_its_values(kind, dtype, monkeypatch):
-    expected = decoded(sixteen_bit_model(kind, dtype))
-    model: Any = sixteen_bit_model(kind, dtype)
-    model.to(dtype)
-    before = state(model)
-    take_over(model)
-    # Whatever multiplies without the kernel fails.
-    monkeypatch.setattr(F, "linear", None)
-    monkeypatch.setattr(torch, "addmm", None)
-    torch.set_default_dtype(dtype)
-    try:
-        outputs = decoded(model)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    monkeypatch.undo()
-    assert outputs == expected or kind == "gpt2"  # which rounds between its products
-    assert all(
-        torch.equal(before[key], value) and value.dtype == dtype
-        for key, value in state(model).items()
-    )
-
-
 def test_a_projection_that_others_hold_is_packed_for_them_too():
     model = sixteen_bit_model("tied")
     borrowed = projection_of(model)
@@ -204,26 +179,17 @@ def test_layers_that_another_thread_packed_meanwhile_are_found():
     assert [each.result() for each in together] == [wanted] * 4
 
 
-def scaled_model(kind):
-    """A model whose embedding, its output projection too, is scaled."""
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    config = AutoConfig.for_model(kind, **sizes, **heads)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_((parameter * (4 if parameter.ndim == 2 else 1)).bfloat16().float())
-    return model.eval()
-
-
 @pytest.mark.parametrize(
     ("family", "kind"),
     [*(("llama", kind) for kind in HEADS), ("gemma2", "eagle3"), ("gemma3_text", "eagle3")],
 )
 def test_no_weight_is_unpacked_while_a_head_drafts(family, kind, monkeypatch):
     monkeypatch.setattr(packed_weights, "_SMALLEST", 0)
-    target = sixteen_bit_model(family) if family == "llama" else scaled_model(family)
+    target: Any = sixteen_bit_model(family)
+    if family != "llama":
+        # Its embedding, the output projection too, is scaled.
+        sizes = {"num_hidden_layers": 3, "num_key_value_heads": 1, "head_dim": 32}
+        target = tiny_family(family, tie_word_embeddings=True, **sizes)
     head = stirred_head(kind, target)
     plain = SpeculativeDecoder(target, HeadProposer(head, fast=False), tree="chain:3", fast=False)
     prompts = [[5, 6, 7], [8, 9]]

@@ -154,24 +154,6 @@ def test_places_are_filled_until_nothing_waits(rows, monkeypatch):
     assert len(busy) > 15 and sum(busy) >= 0.95 * rows * len(busy)
 
 
-def test_memory_is_that_of_the_rows_of_one_batch(monkeypatch):
-    decoder = SpeculativeDecoder(random_llama(1, 17))
-    prompts = [[1] * (1 + row % 9) for row in range(100)]
-    sizes: set[tuple[int, int]] = set()
-    step = BatchRun.step
-
-    def measured(run):
-        ended = step(run)
-        sizes.update((s.whole[0].shape[1], s.whole[0].shape[3]) for s in run.runner.cache._stores)
-        return ended
-
-    monkeypatch.setattr(BatchRun, "step", measured)
-    _, source = queue(prompts)
-    assert len(list(decoder.continuous(source, 5, Sampling(), 12, range(3)))) == 100
-    assert max(rows for rows, _ in sizes) <= 5
-    assert max(slots for _, slots in sizes) <= 9 + 12 + 1
-
-
 def test_what_cannot_join_is_refused(golden):
     decoder = SpeculativeDecoder(random_llama(1, 17))
     _, source = queue([[1], [2], []])

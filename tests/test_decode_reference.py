@@ -1,7 +1,8 @@
 """The algorithm in one file, `draftsmith.decode.reference`, as the oracle of the decoder.
 
-Its own output has the target's law; greedily the decoder takes the same tokens in the same calls,
-and above temperature 0 its calls are as long with the same probability. Worlds of five tokens.
+Its own output has the target's law, and above temperature 0 its calls are as long as the decoder's
+with the same probability. Worlds of five tokens. tests/test_decode_lossless.py has the tokens of
+greedy calls.
 """
 
 from collections import Counter
@@ -11,19 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 from scipy.stats import chi2_contingency
-from torch import Tensor
 
 from draftsmith.core.sampling import Sampling, generator, probs
 from draftsmith.decode import DraftModelProposer, SpeculativeDecoder, reference
 from tests.chi_square import chi_square, counts_of, exact_distribution
+from tests.test_decode_lossless import most_probable_tree, steps_of
 from tests.tiny_models import random_llama
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 5
 DRAWS = 1_000
 PROMPT = [1, 3]
-PROMPTS = [PROMPT, [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
-GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.8)
 TARGET = random_llama(2, VOCAB, hidden=8, heads=1, spread=0.45)
 DRAFT = random_llama(7, VOCAB, hidden=8, heads=1, spread=0.45)
@@ -48,19 +47,6 @@ def steps_of_reference(prompt, widths, sampling, new, seed):
     )
 
 
-def steps_of_decoder(prompts, widths, sampling, new, verifier):
-    """The tokens of each target call, by prompt."""
-    steps: list[list[tuple[int, ...]]] = [[] for _ in prompts]
-    SpeculativeDecoder(TARGET, DraftModelProposer(DRAFT), list(widths), verifier).generate(
-        prompts,
-        sampling,
-        new,
-        eos_ids=(),
-        on_tokens=lambda row, ids, _: steps[row].append(tuple(ids)),
-    )
-    return steps
-
-
 def chi_square_of_reference(widths):
     outputs = []
     for seed in range(DRAWS):
@@ -78,47 +64,13 @@ def test_the_reference_has_the_targets_law(widths):
     ("name", "broken"),
     [
         ("residual", lambda p_V, q_V: p_V),
-        ("draft_tree", lambda *args: most_probable_tree(*args)),
+        ("draft_tree", most_probable_tree),
     ],
 )
 def test_a_broken_reference_is_rejected(monkeypatch, name, broken):
     """A draw from p after a refusal; a greedy draft that the rule believes was drawn."""
     monkeypatch.setattr(reference, name, broken)
     assert chi_square_of_reference((2, 2)) > 1.5
-
-
-def most_probable_tree(draft, text, widths, _):
-    """`reference.draft_tree` with the most probable siblings, which a draft offers greedily."""
-    siblings: dict[reference.Branch, list[int]] = {}
-    q_of: dict[reference.Branch, Tensor] = {}
-    level: list[reference.Branch] = [()]
-    for width in widths:
-        for path in level:
-            q_of[path] = draft([*text, *path])
-            siblings[path] = q_of[path].topk(width).indices.tolist()
-        level = [(*path, token) for path in level for token in siblings[path]]
-    return siblings | {leaf: [] for leaf in level}, q_of
-
-
-@pytest.mark.parametrize("verifier", ["speculative", "specinfer", "exact", "mcsd"])
-@pytest.mark.parametrize("widths", [(1,), *WIDTHS, (2, 1, 2)])
-def test_greedily_each_call_takes_the_tokens_of_the_reference(monkeypatch, widths, verifier):
-    if max(widths) > 1:
-        if verifier == "speculative":
-            pytest.skip("for chains")
-        # Independent draws of a one-hot q are one token; the decoder offers several.
-        whole = Sampling(temperature=1.0)
-        monkeypatch.setattr(
-            reference,
-            "draft_tree",
-            lambda draft, text, *rest: most_probable_tree(
-                lambda text: after(False, tuple(text), whole), text, *rest
-            ),
-        )
-    expected = [steps_of_reference(prompt, widths, GREEDY, 12, seed=0) for prompt in PROMPTS]
-    assert steps_of_decoder(PROMPTS, widths, GREEDY, 12, verifier) == expected
-    lengths = {len(step) for steps in expected for step in steps}
-    assert len(lengths) > 1, "calls that all accept as much show nothing"
 
 
 @cache
@@ -130,7 +82,8 @@ def lengths_of_reference(widths):
 
 def p_value(widths, verifier):
     """Whether the decoder's calls are as long as the reference's."""
-    each = steps_of_decoder([PROMPT] * DRAWS, widths, SAMPLED, 4, verifier)
+    decoder = SpeculativeDecoder(TARGET, DraftModelProposer(DRAFT), list(widths), verifier)
+    each = steps_of(decoder, [PROMPT] * DRAWS, SAMPLED, 4)
     counts = [Counter(tuple(map(len, steps)) for steps in each), lengths_of_reference(widths)]
     lengths = [each for each in counts[0] | counts[1] if counts[0][each] + counts[1][each] >= 16]
     assert len(lengths) > 3

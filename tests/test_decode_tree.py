@@ -68,22 +68,11 @@ def test_a_tree_may_be_written_short():
     assert parse_tree("chain", deepest=2) == parse_tree(2) == Tree((-1, 0))
 
 
-@pytest.mark.parametrize(
-    ("tree", "wrong"),
-    [
-        (0, "tree 'chain:0': every number must be at least 1; write for example chain:4"),
-        (-3, "at least 1"),
-        ("0", "at least 1"),
-        ((), "has no number; write for example kary:4,2,2"),
-        ((3, "x"), "'x' is not a whole number"),
-        (4.5, "tree: 4.5 is no tree; write for example chain:4, 4 or (3, 2)"),
-        ({"chain": 4}, "is no tree"),
-    ],
-)
-def test_a_bad_short_form_is_refused_in_one_line(tree, wrong):
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize("tree", [0, -3, "0", (), (3, "x"), 4.5, {"chain": 4}], ids=str)
+def test_a_bad_short_form_is_refused_in_one_line(tree, golden):
+    with golden.raises(ValueError) as caught:
         parse_tree(tree)
-    assert wrong in str(caught.value) and "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_defaults_that_the_table_prints_are_the_defaults():
@@ -102,38 +91,27 @@ def test_the_table_is_complete_and_its_examples_work():
         assert parse_tree(kind.example, files.__getitem__).size > 0
 
 
+WRONG_SPECS = """
+egale2 none chain2 4.5 chain: chain:x chain:3,2 chain:4,stp=0.2 chain:4,stop=1 kary:3,x kary:3,0
+eagle2:6,10 eagle2:nodes=61,depth=2,beam=5 opt:depth=51 opt:gain=1 static:
+"""
+
+
 @pytest.mark.parametrize(
-    ("spec", "content", "wrong"),
+    ("spec", "content"),
     [
-        ("egale2", None, "unknown kind 'egale2'; did you mean eagle2"),
-        ("chain:4,stp=0.2", None, "unknown key 'stp', not one of stop; write for example chain:4"),
-        ("chain2", None, "unknown kind 'chain2'; did you mean chain?"),
-        ("chain:", None, "has no number; write for example chain:4"),
-        ("chain:3,2", None, "a chain has one number; write for example chain:4"),
-        ("eagle2:6,10", None, "not one of nodes, depth, beam; write for example eagle2:depth=6"),
-        ("kary:3,x", None, "'x' is not a whole number; write for example kary:4,2,2"),
-        ("4.5", None, "unknown kind '4.5'; use one of chain"),
-        ("none", None, "unknown kind 'none'; use one of chain"),
-        ("chain:x", None, "'x' is not a whole number; write for example chain:4"),
-        ("kary:3,0", None, "at least 1"),
-        ("chain:4,stop=1", None, "stop=1.0 is not a probability"),
-        ("eagle2:nodes=61,depth=2,beam=5", None, "the 30 candidates that they reach"),
-        ("opt:depth=51", None, "must be 1 to nodes"),
-        ("opt:gain=1", None, "gain=1.0 is not in"),
-        ("static:", None, "needs a file; name one, such as static:tree.json"),
-        ("static:a", {"parents": 4}, 'expected {"parents"'),
-        ("static:a", {"parents": [-1, 0, -1]}, "breadth-first"),
-        ("static:a", {"parent": [-1]}, "unknown key 'parent'; did you mean parents"),
-        ("static:a", [[0], [2]], "path [2]: list its parent and its siblings"),
-        ("auto:a", {"trees": []}, "key 'tree' is missing; expected a plan"),
+        *((spec, None) for spec in WRONG_SPECS.split()),
+        ("static:a", {"parents": 4}),
+        ("static:a", {"parents": [-1, 0, -1]}),
+        ("static:a", {"parent": [-1]}),
+        ("static:a", [[0], [2]]),
+        ("auto:a", {"trees": []}),
     ],
 )
-def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, wrong, golden):
-    with pytest.raises(ValueError) as caught:
+def test_a_bad_spec_or_file_is_refused_in_one_line(spec, content, golden):
+    with golden.raises(ValueError) as caught:
         parse_tree(spec, lambda path: content)
-    message = str(caught.value)
-    assert wrong in message and "\n" not in message
-    golden(message)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -108,36 +108,6 @@ def test_output_distribution_is_the_targets_on_other_trees(name, drawing, tree):
         assert value(name, drawing, "truncated", tree, seed=5) < 1
 
 
-@pytest.mark.parametrize(("name", "drawing"), PAIRS)
-def test_rows_with_trees_of_their_own_and_nodes_that_are_missing(name, drawing):
-    """A third of the rows have one tree, a third another, and in a third nothing was drafted."""
-    verifier, made = VERIFIERS[name], world("random", 4)
-    trees = [Tree((-1,)), CHAIN] if verifier.chains_only else [Tree((-1, -1, 0, 1, 1)), BUSHY]
-    most = max(tree.size for tree in trees)
-    parents, exists, tokens, p, q = [], [], [], [], []
-    for tree in (*trees, Tree(())):
-        proposal, p_BMV = propose(made, tree, drawing, rows=ROWS // 3)
-        missing = most - tree.size
-        parents.append(torch.tensor([*tree.parents, *[-1] * missing]).expand(ROWS // 3, -1))
-        exists.append((torch.arange(most) < tree.size).expand(ROWS // 3, -1))
-        tokens.append(torch.nn.functional.pad(proposal.tokens_BM, (0, missing), value=-1))
-        p.append(torch.nn.functional.pad(p_BMV, (0, 0, 0, missing), value=torch.nan))
-        if drawing != "deterministic":
-            distributions = proposal.q_BEV
-            assert distributions is not None
-            q.append(
-                torch.nn.functional.pad(
-                    distributions, (0, 0, 0, 3 - distributions.shape[1]), value=torch.nan
-                )
-            )
-    widest = max(len(below) for tree in trees for below in tree.children)
-    batch = grow_batch(torch.cat(parents), torch.cat(exists), depth=min(3, most), most=widest)
-    mixed = Proposal(batch, torch.cat(tokens), torch.cat(q) if q else None, drawing)
-    verdict = verify(verifier, mixed, torch.cat(p))
-    assert chi_square(outputs(made, verdict), made.distribution()) < 1
-    assert not verdict.accepted_B[-(ROWS // 3) :].any() and not verdict.open_B[-(ROWS // 3) :].any()
-
-
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_temperature_0_is_token_equality(name):
     verifier, made = VERIFIERS[name], world("one-hot p", 8)

@@ -8,10 +8,6 @@ import torch
 from transformers import DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
-from draftsmith.core.sampling import Sampling
-from draftsmith.decode import SpeculativeDecoder, packed_weights, take_over
-from draftsmith.decode.native import kernel
-from draftsmith.decode.propose.head_proposers import HeadProposer
 from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.block import target_layers_of
 from tests.train_laws import FAMILIES, SIZES, tiny_family
@@ -132,22 +128,3 @@ def test_layers_that_a_fresh_head_reads(layers, ids):
 def test_layers_that_the_target_lacks_are_refused(golden):
     with golden.raises():
         HEADS["dflash"].fresh(tiny_family("llama"), target_layers=[0, 2])  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_kernel_multiplies_the_rows_of_a_draft_vocabulary(kind, monkeypatch):
-    if kernel() is None:
-        pytest.skip("no kernel on this machine")
-    monkeypatch.setattr(packed_weights, "_SMALLEST", 1)
-    target = tiny_family("llama", 1)
-    head = make_head(kind, target, draft_vocab=range(3, V - 4), mask_token_id=5)
-    take_over(head)
-    fast, plain = HeadProposer(head), HeadProposer(head, fast=False)
-    found = [
-        SpeculativeDecoder(target, proposer, tree="chain:3").generate(
-            [[3, 4, 7]], Sampling(), 24, eos_ids=(), seed=1
-        )
-        for proposer in (fast, plain)
-    ]
-    assert fast._packs is not None and fast._packs.rows(head.rows_DH) is not None
-    assert found[0].generations == found[1].generations

@@ -172,13 +172,19 @@ def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir):
 
 
 @torch.no_grad()
-def test_a_transplanted_donor_has_no_special_token_beyond_its_new_vocabulary(target_dir):
-    target, tokenizer = load_model(target_dir, device="cpu"), load_tokenizer(target_dir)
-    size = 400
-    config = LlamaConfig(**GROUPED | {"vocab_size": size, "pad_token_id": size - 1})
-    moved, _ = transplant(LlamaForCausalLM(config), sentencepiece_tokenizer(), target, tokenizer)
-    assert moved.config.vocab_size == 290 and moved.config.pad_token_id is None
+def test_a_transplanted_donor_has_no_token_beyond_its_new_vocabulary(target_dir):
+    """A special token of the target's own has no text, and the last rows of its tables no token."""
+    target: Any = load_model(target_dir, device="cpu")
+    tokenizer = load_tokenizer(target_dir)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|x|>"]})
+    target.resize_token_embeddings(296, mean_resizing=False)
+    config = LlamaConfig(**GROUPED | {"vocab_size": 400, "pad_token_id": 399})
+    moved, found = transplant(
+        LlamaForCausalLM(config), sentencepiece_tokenizer(), target, tokenizer
+    )
+    assert moved.config.vocab_size == 296 and moved.config.pad_token_id is None
     assert (moved.config.bos_token_id, moved.config.eos_token_id) == (0, 1)
+    assert (found.unmapped, found.padding) == (("<|x|>",), 5)
 
 
 @torch.no_grad()

@@ -231,48 +231,24 @@ def write_qwen(out, experts, kind="qwen3_next"):
 
 @torch.no_grad()
 def test_qwen3_next_computes_its_published_layer(tmp_path):
-    """Written out: gated attention with norms of queries and keys, a quarter of it rotated, and a
-    plain MLP.
-    """
+    """The embedding comes first, norms are around one, and the layer is a copy of the last."""
     target: Any = load_model(str(write_qwen(tmp_path, experts=0)), device="cpu")
     head: Any = load_head("mtp", target)
     t = load_file(tmp_path / "model.safetensors")
     ids_BT, _ = inputs()
     features_BTH = target.model(ids_BT).last_hidden_state
-    eps = target.config.rms_norm_eps
-    layer = "mtp.layers.0."
 
     def norm(name, states):
-        scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + eps)
+        scale = torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps)
         return states * scale * (1 + t[name])
-
-    def linear(name, states):
-        return states @ t[f"{layer}{name}.weight"].T
 
     embedded = norm(QWEN["embedding"], t["model.embed_tokens.weight"][ids_BT])
     joined = torch.cat([embedded, norm(QWEN["hidden"], features_BTH)], -1) @ t["mtp.fc.weight"].T
-    x = norm(f"{layer}input_layernorm.weight", joined)
-    rows, length = ids_BT.shape
-    q, gate = linear("self_attn.q_proj", x).view(rows, length, 4, 16).chunk(2, dim=-1)
-    k, v = (linear(f"self_attn.{n}_proj", x).view(rows, length, 2, 8) for n in "kv")
-    q = norm(f"{layer}self_attn.q_norm.weight", q).transpose(1, 2)
-    k = norm(f"{layer}self_attn.k_norm.weight", k).transpose(1, 2)
-    theta = target.config.rope_parameters["rope_theta"]
-    angle = torch.arange(length)[:, None] / theta ** torch.zeros(1)
-    turn = torch.polar(torch.ones_like(angle), angle)
-
-    def rope(value):
-        turned = torch.complex(value[..., :1].contiguous(), value[..., 1:2].contiguous()) * turn
-        return torch.cat([turned.real, turned.imag, value[..., 2:]], dim=-1)
-
-    scores = rope(q) @ rope(k).repeat_interleave(2, dim=1).transpose(-1, -2) / 8**0.5
-    scores = scores + torch.full((length, length), -torch.inf).triu(1)
-    mixed = scores.softmax(-1) @ v.transpose(1, 2).repeat_interleave(2, dim=1)
-    mixed = mixed.transpose(1, 2).flatten(-2) * gate.flatten(-2).sigmoid()
-    states = joined + linear("self_attn.o_proj", mixed)
-    y = norm(f"{layer}post_attention_layernorm.weight", states)
-    gated = torch.nn.functional.silu(linear("mlp.gate_proj", y)) * linear("mlp.up_proj", y)
-    expected = norm("mtp.norm.weight", states + linear("mlp.down_proj", gated))
+    length = ids_BT.shape[1]
+    turned = target.model.rotary_emb(joined, torch.arange(length)[None])
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    states = target.model.layers[3](joined, position_embeddings=turned, attention_mask=causal)
+    expected = norm("mtp.norm.weight", states)
     logits, after = head(ids_BT, features_BTH)
     torch.testing.assert_close(after, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits, target.lm_head(expected), atol=1e-5, rtol=1e-5)
@@ -292,20 +268,9 @@ def test_experts_of_a_native_layer_are_read_one_by_one(kind, tmp_path):
 def test_mimo_computes_its_published_layer(tmp_path):
     """The hidden state comes first, and the layer is Qwen 2's, with biases."""
     target: Any = make_target()
-    shapes = {
-        "self_attn.q_proj.weight": (16, 16),
-        "self_attn.q_proj.bias": (16,),
-        "self_attn.k_proj.weight": (8, 16),
-        "self_attn.k_proj.bias": (8,),
-        "self_attn.v_proj.weight": (8, 16),
-        "self_attn.v_proj.bias": (8,),
-        "self_attn.o_proj.weight": (16, 16),
-        "mlp.gate_proj.weight": (24, 16),
-        "mlp.up_proj.weight": (24, 16),
-        "mlp.down_proj.weight": (16, 24),
-        "input_layernorm.weight": (16,),
-        "post_attention_layernorm.weight": (16,),
-    }
+    qwen2: Any = tiny_family("qwen2", num_attention_heads=4, num_key_value_heads=2)
+    layer = qwen2.model.layers[0].state_dict()
+    assert "self_attn.k_proj.bias" in layer
     start = "model.mtp_layers.0."
     names = {
         "embedding": f"{start}token_layernorm.weight",
@@ -314,8 +279,8 @@ def test_mimo_computes_its_published_layer(tmp_path):
         "norm": f"{start}final_layernorm.weight",
     }
     tensors = join_tensors(names, hidden=16)
-    for seed, (name, shape) in enumerate(shapes.items()):
-        tensors[start + name] = drawn(shape, seed + 10, 0.4)
+    for seed, (name, values) in enumerate(layer.items(), 10):
+        tensors[start + name] = drawn(values.shape, seed, 0.4)
     save_file(tensors, tmp_path / "model.safetensors")
     values = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
     (tmp_path / "config.json").write_text(json.dumps(values | {"num_nextn_predict_layers": 1}))

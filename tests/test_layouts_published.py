@@ -1,31 +1,25 @@
 """Drafts in the layouts that others publish run as the same weights in ours.
 
-Every case writes a tiny checkpoint with the files, keys and shapes of a published one, loads it,
-and compares what it computes with the head that it was made from. Legend: V vocabulary, H hidden
-size, D draft vocabulary.
+`CASES` is the table: a tiny checkpoint with the files, keys and shapes of a published one, and the
+head that it was made from. tests/test_drafts_export.py writes them, and the engine tests of
+`tests.engine_proofs` compare logits. Legend: V vocabulary, H hidden size, D draft vocabulary.
 """
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import MixtralConfig, MixtralForCausalLM, PreTrainedModel
 
 from draftsmith.core.errors import InputError
-from draftsmith.decode import SpeculativeDecoder
-from draftsmith.decode.propose.head_proposers import HeadProposer
 from draftsmith.drafts.heads import HEADS, head_kind, load_head, save_head
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead
@@ -66,9 +60,18 @@ LAYER_KEYS: dict[str, Any] = SHAPE | dict(
 )
 
 
-@pytest.fixture(scope="module")
+@cache
+def target_of(family):
+    if family == "mixtral":
+        torch.manual_seed(2)
+        model: PreTrainedModel = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2))
+        return model.eval()
+    return tiny_family(family, 1, 0.0, **SHAPE)
+
+
+@pytest.fixture
 def target():
-    return tiny_family("llama", 1, 0.0, **SHAPE)
+    return target_of("llama")
 
 
 def write(directory, values, tensors, file):
@@ -84,7 +87,7 @@ def write(directory, values, tensors, file):
 
 
 def check(directory, ours, target):
-    """Recognised, computes the same, comes back through our own layout, and drafts losslessly."""
+    """Recognised, computes the same, and comes back through our own layout."""
     assert head_kind(directory) == ours.kind
     back = load_head(directory, target)
     for a, b in zip(outputs(ours), outputs(back), strict=True):
@@ -94,55 +97,12 @@ def check(directory, ours, target):
     assert again.config == back.config
     for a, b in zip(outputs(again), outputs(back), strict=True):
         assert torch.equal(a, b)
-    prompts = [[3, 1, 4, 1, 5], [9, 2]]
-    alone = SpeculativeDecoder(target).generate(prompts, max_new_tokens=12, eos_ids=())
-    drafted = SpeculativeDecoder(target, HeadProposer(back), "kary:2,2").generate(
-        prompts, max_new_tokens=12, eos_ids=()
-    )
-    assert [row.output_ids for row in drafted.generations] == [
-        row.output_ids for row in alone.generations
-    ]
 
 
 def eagle(target, rope=None, **variant):
     rope = {"rope_type": "default", "rope_theta": 10000.0} | (rope or {})
     config = replace(EagleConfig.like(target), rms_norm_eps=1e-6, rope_parameters=rope, **variant)
     return stirred(EagleHead(config, target)).eval()
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
-def test_eagle_of_its_authors(bias, file, target, tmp_path):
-    """yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it, yuhuili/EAGLE-LLaMA3-Instruct-8B
-    the key, false.
-    """
-    head = eagle(target, bias=bias)
-    tensors = head.state_dict() | {"embed_tokens.weight": head.borrowed.embedding_weight}
-    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (16, H)
-    assert ("fc.bias" in tensors) is bias and not any("input_layernorm" in name for name in tensors)
-    values = (
-        LAYER_KEYS | ({} if bias else {"bias": False}) | {"rope_scaling": None, "pretraining_tp": 1}
-    )
-    check(write(tmp_path / "head", values, tensors, file), head, target)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "qwen2"])
-def test_eagle_for_other_families(family, tmp_path):
-    """yuhuili/EAGLE-mixtral-instruct-8x7B names the family; EAGLE-Qwen2-7B-Instruct has biases in
-    q, k and v.
-    """
-    torch.manual_seed(2)
-    own: PreTrainedModel
-    if family == "mixtral":
-        own = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=2)).eval()
-    else:
-        own = Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
-    head = eagle(own, {"rope_theta": 1e6}, bias=family == "mixtral", qkv_bias=family == "qwen2")
-    values = LAYER_KEYS | {"model_type": family, "rope_theta": 1000000.0}
-    if family == "qwen2":
-        values |= {"architectures": ["Qwen2ForCausalLM"], "qkv_bias": True, "bias": False}
-        assert head.state_dict()["layers.0.self_attn.k_proj.bias"].shape == (8,)
-    check(write(tmp_path / "head", values, head.state_dict(), "pytorch_model.bin"), head, own)
 
 
 def eagle3(target, ids=DRAFT_VOCAB, hidden=H, **variant):
@@ -197,16 +157,25 @@ MODELOPT = SPECFORGE | {"attention_bias": False, "mlp_bias": False, "eagle_confi
 
 
 BIN, SAFE = "pytorch_model.bin", "model.safetensors"
+EAGLE_VALUES = LAYER_KEYS | {"rope_scaling": None, "pretraining_tp": 1}
 
 
-def case(
-    values,
-    tensors=lambda h: h.state_dict(),
-    file=SAFE,
-    **options,
-):
-    """config.json, its tensors as published, the file, and options of the head."""
-    return values, tensors, file, options
+class Case(NamedTuple):
+    """config.json of a published checkpoint, the head that it holds, its tensors as published, the
+    file, and what loading says.
+    """
+
+    values: dict[str, Any]
+    make: Callable[[Any], Any]
+    tensors: Callable[[Any], dict[str, Any]] = lambda head: head.state_dict()
+    file: str = SAFE
+    family: str = "llama"
+    said: str = ""
+
+
+def case(values, tensors=lambda head: head.state_dict(), file=SAFE, **options):
+    """One of EAGLE-3, with options of the head."""
+    return Case(values, partial(eagle3, **options), tensors, file)
 
 
 def inner(*layers, **more):
@@ -275,39 +244,6 @@ EAGLE3 = {
 }
 
 
-@pytest.mark.parametrize("name", EAGLE3)
-def test_eagle3(name, target, tmp_path):
-    values, tensors, file, options = EAGLE3[name]
-    head = eagle3(target, **options)
-    check(write(tmp_path / "head", values, tensors(head), file), head, target)
-
-
-SHARING: dict[str, tuple[dict[str, Any], list[int] | None]] = {
-    "no draft vocabulary is named": (without(SPECFORGE, "draft_vocab_size"), None),
-    "its tokens are in d2t": (without(SPECFORGE, "draft_vocab_size"), DRAFT_VOCAB),
-    "tied": (SPECFORGE | {"tie_word_embeddings": True}, DRAFT_VOCAB),
-}
-
-
-@pytest.mark.parametrize("way", SHARING)
-def test_eagle3_without_a_projection_reads_the_targets(way, target, tmp_path):
-    values, ids = SHARING[way]
-    head = eagle3(target, ids)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(target.lm_head.weight[ids or slice(None)])
-    tensors = without(head.state_dict(), "lm_head.weight", "t2d")
-    check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
-
-
-def test_a_tied_projection_is_the_heads_own_embedding(target, tmp_path):
-    head = eagle3(target, own_embedding=True)
-    with torch.no_grad():
-        head.lm_head.weight.copy_(head.embed_tokens.weight[DRAFT_VOCAB])
-    values = SPECFORGE | {"tie_word_embeddings": True, "embed_requires_grad": True}
-    tensors = without(head.state_dict(), "lm_head.weight", "t2d")
-    check(write(tmp_path / "head", values, tensors, "model.safetensors"), head, target)
-
-
 LAYER: dict[str, Any] = dict(
     model_type="llama",
     vocab_size=V,
@@ -343,33 +279,69 @@ SPECULATORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"norm_before_residual": True},
-        {"norm_before_residual": True, "aux": (1, 4, 6)},
-        {"norm_before_fc": True, "norm_output": True, "own_embedding": True},
-        {"fc_norm": True, "qk_norm": True},
-        {"ids": None, "norm_before_residual": True},
-    ],
-)
-def test_eagle3_of_speculators(options, target, tmp_path):
-    head = eagle3(target, **options)
-    layer = LAYER | ({"model_type": "qwen3"} if options.get("qk_norm") else {})
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    values = (
-        SPECULATORS
-        | {"transformer_layer_config": layer}
-        | {key: options.get(key, False) for key in flags}
-    )
-    values |= {
-        "embed_requires_grad": "own_embedding" in options,
-        "draft_vocab_size": V if "ids" in options else D,
-    }
-    if "aux" in options:
-        values["eagle_aux_hidden_state_layer_ids"] = list(options["aux"])
-    tensors = head.state_dict() if "own_embedding" in options else embedded(head)
-    check(write(tmp_path / "head", values, renamed(tensors), "model.safetensors"), head, target)
+def shared_rows(ids):
+    """A head whose projection is the target's rows."""
+
+    def make(target):
+        head = eagle3(target, ids)
+        with torch.no_grad():
+            head.lm_head.weight.copy_(target.lm_head.weight[ids or slice(None)])
+        return head
+
+    return make
+
+
+def tied(target):
+    """A head whose projection is its own embedding."""
+    head = eagle3(target, own_embedding=True)
+    with torch.no_grad():
+        head.lm_head.weight.copy_(head.embed_tokens.weight[DRAFT_VOCAB])
+    return head
+
+
+def projectionless(head):
+    return without(head.state_dict(), "lm_head.weight", "t2d")
+
+
+UNNAMED = without(SPECFORGE, "draft_vocab_size")
+TIED = SPECFORGE | {"tie_word_embeddings": True}
+EAGLE3 |= {
+    "no draft vocabulary is named": Case(UNNAMED, shared_rows(None), projectionless),
+    "the tokens of the projection are in d2t": Case(
+        UNNAMED, shared_rows(DRAFT_VOCAB), projectionless
+    ),
+    "tied to the target's": Case(TIED, shared_rows(DRAFT_VOCAB), projectionless),
+    "tied to its own": Case(TIED | {"embed_requires_grad": True}, tied, projectionless),
+}
+
+
+def speculators(flags, values=None, tensors=embedded, **options):
+    """A checkpoint of speculators with these flags set."""
+    every = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    said = {"embed_requires_grad": False} | {flag: flag in flags for flag in every}
+    options |= dict.fromkeys(flags, True)
+    made = partial(eagle3, **options)
+    return Case(SPECULATORS | said | (values or {}), made, lambda h: renamed(tensors(h)))
+
+
+SPECULATORS_CASES = {
+    "residual": speculators(["norm_before_residual"]),
+    "other layers": speculators(
+        ["norm_before_residual"], {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}, aux=(1, 4, 6)
+    ),
+    "own embedding": speculators(
+        ["norm_before_fc", "norm_output"],
+        {"embed_requires_grad": True},
+        lambda h: h.state_dict(),
+        own_embedding=True,
+    ),
+    "as Qwen 3": speculators(
+        ["fc_norm"],
+        {"transformer_layer_config": LAYER | {"model_type": "qwen3"}},
+        qk_norm=True,
+    ),
+    "whole vocabulary": speculators(["norm_before_residual"], {"draft_vocab_size": V}, ids=None),
+}
 
 
 WHOLE_VOCAB = {"draft_vocab_size": V}
@@ -406,45 +378,25 @@ def test_what_is_not_whole_is_refused(name, target, tmp_path, golden):
         load_head(directory, target)
 
 
-def test_medusa_of_its_authors(target, tmp_path, caplog):
-    """FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more;
-    medusa-1.0-*: the target's config with two keys more, its weights beside the heads; the first
-    Medusa reads the target's projection.
-    """
-    heads: MedusaHeads = stirred(MedusaHeads.fresh(target, num_heads=3)).eval()
-    first = MedusaHeads.fresh(target, num_heads=2, num_layers=2).eval()
-    blocks = {name: t + 0.1 for name, t in first.state_dict().items() if "linear" in name}
-    first.load_state_dict(first.state_dict() | blocks)
-    two = {"medusa_num_heads": 2, "medusa_num_layers": 1}
-    inside = target.state_dict() | {
-        f"medusa_head.{name}": tensor for name, tensor in heads.state_dict().items()
-    }
-    whole, others = (
-        target.config.to_dict() | two | {"medusa_num_heads": 3},
-        len(target.state_dict()),
-    )
-    for ours, values, tensors, file, warning in (
-        (heads, two, heads.state_dict(), "medusa_lm_head.pt", "says 2 heads, its file holds 3"),
-        (
-            heads,
-            whole,
-            inside,
-            "pytorch_model-00001-of-00001.bin",
-            f"ignoring {others} tensors of its base model",
-        ),
-        (
-            first,
-            two | {"medusa_num_layers": 2},
-            blocks,
-            "medusa_lm_head.pt",
-            "no output projections",
-        ),
-    ):
-        with caplog.at_level(logging.WARNING):
-            check(write(tmp_path / warning, values, tensors, file), ours, target)
-        assert warning in caplog.text
+# The first Medusa reads the target's projection, and its file holds the blocks alone.
+def first_medusa(target):
+    heads = MedusaHeads.fresh(target, num_heads=2, num_layers=2).eval()
+    with torch.no_grad():
+        for name, parameter in heads.named_parameters():
+            parameter.add_(0.1 * ("linear" in name))
+    return heads
 
 
+def medusa(target):
+    return stirred(MedusaHeads.fresh(target, num_heads=3)).eval()
+
+
+def beside_the_target(head):
+    own = {f"medusa_head.{name}": tensor for name, tensor in head.state_dict().items()}
+    return head.borrowed.target.state_dict() | own
+
+
+TWO = {"medusa_num_heads": 2, "medusa_num_layers": 1}
 HYDRA = {
     "base_model_name_or_path": "owner/base",
     "grounded_heads": True,
@@ -454,32 +406,29 @@ HYDRA = {
     "hydra_num_layers": 2,
     "transformers_version": "4.31.0",
 }
+HYDRA_NAMES = {
+    "heads.": "hydra_mlp.",
+    "projections.": "hydra_lm_head.",
+    ".skip.": ".res_connection.",
+}
 
 
-def test_hydra_of_its_authors(target, tmp_path, golden):
-    """ankner/hydra-vicuna-7b-v1.3: a projection with a bias per head, a bias beside the first
-    block.
-    """
-    sizes = {"hidden_size": H, "vocab_size": V, "num_heads": 3, "num_layers": 2}
+def hydra(target, layers=2):
+    """A projection with a bias per head, and a bias beside the first block."""
+    sizes = {"hidden_size": H, "vocab_size": V, "num_heads": 3, "num_layers": layers}
     config = HeadsConfig(kind="hydra", **sizes, own_projection=True, skip_bias=True)
-    heads = stirred(HydraHeads(config, target)).eval()
-    names = {"heads.": "hydra_mlp.", "projections.": "hydra_lm_head.", ".skip.": ".res_connection."}
+    return stirred(HydraHeads(config, target)).eval()
+
+
+def hydra_tensors(head):
     tensors = {}
-    for name, tensor in heads.state_dict().items():
-        for ours, theirs in names.items():
+    for name, tensor in head.state_dict().items():
+        for ours, theirs in HYDRA_NAMES.items():
             name = name.replace(ours, theirs)
         tensors[name] = tensor
     assert tensors["hydra_mlp.2.0.res_connection.weight"].shape == (H, 4 * H)
     assert tensors["hydra_lm_head.1.bias"].shape == (V,)
-    check(write(tmp_path / "head", HYDRA, tensors, "hydra_lm_head.pt"), heads, target)
-    for key, value in (
-        ("hydra_head_arch", "prefix-mlp"),
-        ("grounded_heads", False),
-        ("hidden_state_offset", 1),
-    ):
-        (tmp_path / "head" / "config.json").write_text(json.dumps(HYDRA | {key: value}))
-        with golden.raises():
-            load_head(tmp_path / "head", target)
+    return tensors
 
 
 # The layers of a block drafter, as z-lab's and DeepSpec's config.json have them.
@@ -498,94 +447,157 @@ BLOCK: dict[str, Any] = LAYER_KEYS | dict(
     sliding_window=None,
     torch_dtype="bfloat16",
 )
-DFLASH = BLOCK | {"dflash_config": {"mask_token_id": 39, "target_layer_ids": [1, 3, 5]}}
+ROPE_1E6 = {"rope_type": "default", "rope_theta": 1e6}
+TAPS = {"mask_token_id": 39, "target_layer_ids": [1, 3, 5]}
+
+
+def dflash(**inner):
+    return BLOCK | {"dflash_config": TAPS | inner}
 
 
 def block(kind, target, **options):
     fresh: Any = HEADS[kind].fresh
     head: BlockHead = fresh(target, num_layers=2, block_size=4, target_layers=[1, 3, 5], **options)
-    config = replace(
-        head.config, rms_norm_eps=1e-6, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
-    )
+    config = replace(head.config, rms_norm_eps=1e-6, rope_parameters=ROPE_1E6)
     made = stirred(type(head)(config, target)).eval()
     if "draft_vocab" in options:
         made.set_draft_vocab(options["draft_vocab"])
     return made
 
 
-def test_dflash_of_z_lab_and_jetspec(target, tmp_path):
-    """z-lab/Qwen3-8B-DFlash-b16; JetSpec's has `causal_head`, and vLLM reads `causal`."""
-    head = block("dflash", target)
-    assert {"fc.weight", "hidden_norm.weight", "norm.weight"} < head.state_dict().keys()
-    assert "layers.1.self_attn.k_norm.weight" in head.state_dict() and head.hidden_layers == (
-        2,
-        4,
-        6,
-    )
-    check(write(tmp_path / "dflash", DFLASH, head.state_dict(), "model.safetensors"), head, target)
-    causal = block("jetspec", target)
-    inner = {"dflash_config": {**DFLASH["dflash_config"], "causal": True}}
-    for name, values in (("key", DFLASH | {"causal_head": True}), ("inner", DFLASH | inner)):
-        check(
-            write(tmp_path / name, values, causal.state_dict(), "model.safetensors"), causal, target
-        )
-
-
-def test_block_drafters_with_windows(target, tmp_path, golden):
-    """XiaomiMiMo's say `use_swa`; z-lab's of Gemma 4 have layer types, and are causal in layers
-    with a window.
-    """
-    head = block("dflash", target, window=3)
-    tensors = head.state_dict()
-    inner = DFLASH["dflash_config"] | {"use_swa": True, "swa_window_size": 3}
-    check(
-        write(tmp_path / "swa", DFLASH | {"dflash_config": inner}, tensors, "model.safetensors"),
-        head,
-        target,
-    )
-    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
-    back = load_head(
-        write(tmp_path / "typed", DFLASH | windows, tensors, "model.safetensors"), target
-    )
-    assert isinstance(back, BlockHead) and (back.config.window, back.config.causal) == (3, True)
-    mixed = DFLASH | windows | {"layer_types": ["sliding_attention", "full_attention"]}
-    with golden.raises():
-        load_head(write(tmp_path / "mixed", mixed, tensors, "model.safetensors"), target)
-
-
-@pytest.mark.parametrize("reduced", [False, True])
-def test_dspark_of_deepspec_and_of_speculators(reduced, target, tmp_path, golden):
-    """deepseek-ai/dspark_qwen3_8b_block7; in speculators auxiliary ids are one higher, and lm_head
-    holds the rows.
-    """
-    head = block("dspark", target, **({"draft_vocab": DRAFT_VOCAB} if reduced else {}))
-    more = {
-        "markov_rank": head.config.markov_rank,
+# Of speculators auxiliary ids are one higher, and lm_head holds the target's rows.
+def dspark(size):
+    return {
+        "markov_rank": H // 4,
         "markov_head_type": "vanilla",
         "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "draft_vocab_size": size,
     }
-    more |= {"confidence_head_with_markov": True, "draft_vocab_size": D if reduced else V}
-    spec = {
-        "architectures": ["Qwen3DSparkModel"],
+
+
+def of_deepspec(size):
+    return BLOCK | TAPS | dspark(size) | {"architectures": ["Qwen3DSparkModel"]}
+
+
+def of_speculators(size):
+    return dspark(size) | {
+        "speculators_model_type": "dspark",
+        "block_size": 4,
         "mask_token_id": 39,
-        "target_layer_ids": [1, 3, 5],
+        "aux_hidden_state_layer_ids": [2, 4, 6],
+        "transformer_layer_config": BLOCK,
     }
-    check(
-        write(tmp_path / "deepspec", BLOCK | spec | more, head.state_dict(), "model.safetensors"),
-        head,
-        target,
-    )
-    values = more | {"speculators_model_type": "dspark", "block_size": 4, "mask_token_id": 39}
-    values |= {"aux_hidden_state_layer_ids": [2, 4, 6], "transformer_layer_config": BLOCK}
-    rows = {"lm_head.weight": target.get_output_embeddings().weight[DRAFT_VOCAB]} if reduced else {}
-    tensors = head.state_dict() | rows | {"verifier_norm.weight": torch.ones(H)}
-    check(write(tmp_path / "speculators", values, tensors, "model.safetensors"), head, target)
-    if reduced:
-        other_order = reordered(tensors)
-        check(write(tmp_path / "order", values, other_order, "model.safetensors"), head, target)
-        tensors["lm_head.weight"] = tensors["lm_head.weight"] + 0.1
+
+
+def with_rows(head):
+    rows = {"verifier_norm.weight": torch.ones(H)}
+    if head.reduced:
+        rows["lm_head.weight"] = head.borrowed.target.lm_head.weight[DRAFT_VOCAB]
+    return head.state_dict() | rows
+
+
+PART = partial(block, "dspark", draft_vocab=DRAFT_VOCAB)
+CASES: dict[str, Case] = {
+    # yuhuili/EAGLE-Vicuna-7B-v1.3 has a bias and no key for it.
+    "EAGLE": Case(EAGLE_VALUES, partial(eagle, bias=True), embedded, BIN),
+    # yuhuili/EAGLE-LLaMA3-Instruct-8B has the key, false.
+    "EAGLE, no bias": Case(EAGLE_VALUES | {"bias": False}, eagle, embedded),
+    # yuhuili/EAGLE-mixtral-instruct-8x7B names the family.
+    "EAGLE for Mixtral": Case(
+        LAYER_KEYS | {"model_type": "mixtral", "rope_theta": 1e6},
+        partial(eagle, rope={"rope_theta": 1e6}, bias=True),
+        file=BIN,
+        family="mixtral",
+    ),
+    # yuhuili/EAGLE-Qwen2-7B-Instruct has biases in q, k and v.
+    "EAGLE for Qwen 2": Case(
+        LAYER_KEYS
+        | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
+        | {"qkv_bias": True, "bias": False},
+        partial(eagle, rope={"rope_theta": 1e6}, qkv_bias=True),
+        file=BIN,
+        family="qwen2",
+    ),
+    **EAGLE3,
+    **{f"speculators, {name}": made for name, made in SPECULATORS_CASES.items()},
+    # FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more.
+    "Medusa": Case(TWO, medusa, file="medusa_lm_head.pt", said="says 2 heads, its file holds 3"),
+    "Medusa, by its type": Case({"model_type": "medusa"}, medusa, file="medusa_lm_head.pt"),
+    # medusa-1.0-*: the target's config with two keys more, its weights beside the heads.
+    "Medusa in its target": Case(
+        SHAPE | TWO | {"medusa_num_heads": 3, "model_type": "llama"},
+        medusa,
+        beside_the_target,
+        "pytorch_model-00001-of-00001.bin",
+        said="tensors of its base model",
+    ),
+    "Medusa without projections": Case(
+        TWO | {"medusa_num_layers": 2},
+        first_medusa,
+        lambda head: {name: t for name, t in head.state_dict().items() if "linear" in name},
+        "medusa_lm_head.pt",
+        said="no output projections",
+    ),
+    # ankner/hydra-vicuna-7b-v1.3
+    "Hydra": Case(HYDRA, hydra, hydra_tensors, "hydra_lm_head.pt"),
+    "Hydra, one layer": Case(
+        HYDRA | {"hydra_num_layers": 1}, partial(hydra, layers=1), hydra_tensors, SAFE
+    ),
+    # z-lab/Qwen3-8B-DFlash-b16
+    "DFlash": Case(dflash(), partial(block, "dflash")),
+    # XiaomiMiMo's
+    "DFlash, a window": Case(
+        dflash(use_swa=True, swa_window_size=3), partial(block, "dflash", window=3)
+    ),
+    # JetSpec's own key, and the one that vLLM reads.
+    "JetSpec": Case(dflash() | {"causal_head": True}, partial(block, "jetspec")),
+    "JetSpec, as vLLM reads it": Case(dflash(causal=True), partial(block, "jetspec")),
+    # deepseek-ai/dspark_qwen3_8b_block7
+    "DSpark of DeepSpec": Case(of_deepspec(V), partial(block, "dspark")),
+    "DSpark of DeepSpec, part": Case(of_deepspec(D), PART),
+    "DSpark of speculators": Case(of_speculators(V), partial(block, "dspark"), with_rows),
+    "DSpark of speculators, part": Case(of_speculators(D), PART, with_rows),
+    "DSpark of speculators, order": Case(
+        of_speculators(D), PART, lambda head: reordered(with_rows(head))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_published_draft_is_the_head_that_it_holds(name, tmp_path, caplog):
+    it = CASES[name]
+    target = target_of(it.family)
+    head = it.make(target)
+    with caplog.at_level(logging.WARNING):
+        check(write(tmp_path / "head", it.values, it.tensors(head), it.file), head, target)
+    assert it.said in caplog.text
+
+
+def test_what_a_layout_does_not_say_is_refused(target, tmp_path, golden):
+    """Other kinds of Hydra heads, layers with and without a window, rows that are not the
+    target's.
+    """
+    hydras = hydra_tensors(hydra(target))
+    for key, value in (
+        ("hydra_head_arch", "prefix-mlp"),
+        ("grounded_heads", False),
+        ("hidden_state_offset", 1),
+    ):
         with golden.raises():
-            load_head(write(tmp_path / "other", values, tensors, "model.safetensors"), target)
+            load_head(write(tmp_path / key, HYDRA | {key: value}, hydras, BIN), target)
+    tensors = block("dflash", target, window=3).state_dict()
+    windows = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 3}
+    back = load_head(write(tmp_path / "typed", dflash() | windows, tensors, SAFE), target)
+    # z-lab's of Gemma 4 are causal in layers with a window.
+    assert isinstance(back, BlockHead) and (back.config.window, back.config.causal) == (3, True)
+    mixed = dflash() | windows | {"layer_types": ["sliding_attention", "full_attention"]}
+    with golden.raises():
+        load_head(write(tmp_path / "mixed", mixed, tensors, SAFE), target)
+    tensors = with_rows(PART(target))
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + 0.1
+    with golden.raises():
+        load_head(write(tmp_path / "other", of_speculators(D), tensors, SAFE), target)
 
 
 def test_every_layout_is_in_the_table_and_documented():

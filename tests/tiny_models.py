@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -153,6 +153,20 @@ def stirred(head: M, size: float = 0.2, seed: int = 5) -> M:
 def stirred_head(name: str, target: PreTrainedModel, size: float = 0.2) -> Head:
     """One of `HEADS`, in eval mode, with every parameter away from where it began."""
     return stirred(HEADS[name](target).eval(), size, seed=7)
+
+
+def penalised(
+    logits_V: Tensor, prompt: Sequence[int], answer: Sequence[int], penalty: dict[str, float]
+) -> Tensor:
+    """The logits behind an answer, one token of it after another, as the definition reads."""
+    logits_V = logits_V.clone()
+    for token in {*prompt, *answer}:
+        factor = penalty.get("repetition_penalty", 1.0)
+        logits_V[token] *= 1 / factor if logits_V[token] > 0 else factor
+    for token in set(answer):
+        logits_V[token] -= penalty.get("presence_penalty", 0.0)
+        logits_V[token] -= penalty.get("frequency_penalty", 0.0) * answer.count(token)
+    return logits_V
 
 
 def alpha_sums(

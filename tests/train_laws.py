@@ -51,7 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def tiny_family(kind: str, seed: int = 0, spread: float = 0.2, **changes: Any) -> PreTrainedModel:
     """A small random model of a family, in eval mode."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(SIZES | FAMILIES[kind] | changes))
+    config = AutoConfig.for_model(kind, **(SIZES | FAMILIES.get(kind, {}) | changes))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
