@@ -102,7 +102,7 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
     states = None
     if engine.states is not None:
         # What an earlier run was killed before it wrote, or was not asked for.
-        states = complete(engine, [out])
+        states = complete(config, engine, [out])
         manifest["states"] = states["measured"]
         on_main(lambda: write_sealed(out / "manifest.json", manifest))
     return {

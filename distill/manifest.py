@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.core.distilled_sets import repeats
@@ -201,11 +200,11 @@ def _add_up(out: Path, parts: int) -> JsonObject:
                     asked.add(prompt)
                     answers.add((prompt, answer))
                     texts["repeating"] += repeats(answer)
+                    tokens += len(answer)
+                    ends[row["finish_reason"]] += 1
+                    tokens_from[row["tokens_from"]] += 1
                     teacher.update(_teacher(row) if taught else {})
                 texts.update(prompts=len(asked), different=len(answers))
-                tokens += pc.sum(pc.list_value_length(table["response_ids"])).as_py() or 0
-                ends.update(table["finish_reason"].to_pylist())
-                tokens_from.update(table["tokens_from"].to_pylist())
             read += summary["read"]
             digests.append(summary["digest"])
             errors: list[tuple[int, Shortfall, str]] = []

@@ -19,6 +19,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import body_states
 from draftsmith.core.models import load_model
 from draftsmith.core.state_store import StoredStates, checkpoint_digest
+from draftsmith.distill import states
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.generate import distill
 from draftsmith.distill.states import write_states
@@ -69,6 +70,10 @@ class StatesLLM(test_distill_vllm.LLM):
         states_TLH = torch.stack([state[0] for state in found], 1)
         if self.fault == "zeros" and self.together > 1:
             states_TLH[11:, -1] = 0
+        if self.fault == "pieces" and len(prompt) > 30:
+            states_TLH[30 : len(prompt), 1] = states_TLH[: len(prompt) - 30, 1]
+        if self.fault == "later" and StatesLLM.requests > 3:
+            states_TLH[:, 1] = states_TLH[:, 0]
         if self.fault == "nan":
             states_TLH[3, 1, 2] = torch.nan
         if self.fault == "short" and self.together > 1:
@@ -115,14 +120,16 @@ def same_states(target, rows, states):
 def test_one_request_gives_the_answer_and_its_states(
     engine, quiet_dir, prompts_file, tmp_path, door
 ):
-    """A run that goes on asks only for states that are not there."""
+    """A run that goes on asks only for states that are not there. Three requests prove a text
+    before, and three the longest row behind.
+    """
     states, out = tmp_path / "states", tmp_path / "set"
     door.ok(*words(quiet_dir, prompts_file, states, out))
     rows = rows_of(out)
-    assert StatesLLM.requests == 3 + len(rows) and not list((states / "incoming").iterdir())
+    assert StatesLLM.requests == 6 + len(rows) and not list((states / "incoming").iterdir())
     same_states(quiet_dir, rows, states)
     shutil.rmtree(next(path for path in states.iterdir() if path.name != "incoming"))
-    for requests in (3 + len(rows), 3):
+    for requests in (6 + len(rows), 6):
         before = StatesLLM.requests
         door.ok(*words(quiet_dir, prompts_file, states, out))
         assert StatesLLM.requests == before + requests
@@ -217,11 +224,30 @@ def learns_the_same(target, data, states, place, door):
     assert alphas[0] == pytest.approx(alphas[1], abs=0.002)
 
 
-@pytest.mark.parametrize("fault", ["layer", "norm", "nan", "short", "batch", "width", "zeros"])
-def test_wrong_states_are_found_before_the_run_and_named(
-    fault, engine, quiet_dir, prompts_file, tmp_path, monkeypatch, golden
+# By fault, whether two requests tell it too, where the target is too large for a forward here.
+FAULTS = {
+    "layer": False,
+    "norm": False,
+    "nan": True,
+    "short": True,
+    "batch": True,
+    "width": True,
+    "zeros": True,
+    "pieces": True,
+    "later": False,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("large", [False, True])
+def test_wrong_states_are_found_and_named(
+    fault, large, engine, quiet_dir, prompts_file, tmp_path, monkeypatch, golden
 ):
+    """Before the run, but for an engine that changes."""
+    if large and not FAULTS[fault]:
+        pytest.skip("only a forward here tells it")
     monkeypatch.setattr(StatesLLM, "fault", fault)
+    monkeypatch.setattr(states, "_LARGEST", 0 if large else 2**30)
     options = {
         "target": quiet_dir,
         "prompts": prompts_file,
@@ -231,7 +257,7 @@ def test_wrong_states_are_found_before_the_run_and_named(
     config = DistillConfig(**options, states=str(tmp_path / "s"), out=str(tmp_path / "set"))
     with golden.raises(RunError):
         distill(config, "x")
-    assert not list(tmp_path.glob("set/part-*"))
+    assert bool(list(tmp_path.glob("set/part-*"))) == (fault == "later")
 
 
 WRONGLY_READ = {

@@ -96,6 +96,11 @@ class Examples:
         for document in range(len(self.lengths)):
             yield document_tokens([rows[self.rows_of(document)[-1]]])
 
+    def longest(self) -> list[int]:
+        """Return the tokens of the longest document, cut."""
+        last = self.rows_of(int(self.lengths.argmax()))[-1]
+        return document_tokens([self.rows[last]])[: self.max_length]
+
     def rows_of(self, document: int) -> list[int]:
         """Return the rows of a document. Its last row contains the tokens of all."""
         return [document] if self.sequences is None else self.sequences[document]

@@ -88,7 +88,7 @@ class StatesAhead(StoredStates):
         self._waited_s = 0.0
         self._thread: threading.Thread | None = None
         try:
-            self._servers = servers(_asking(config), given, self)
+            self._servers = servers(_asking(config), given, self, job.training.longest())
         except InputError as error:
             reason = str(error).removeprefix("endpoint: ")
             raise InputError(f"states_from: {reason}") from None

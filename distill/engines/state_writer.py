@@ -10,6 +10,7 @@ Legend: T tokens, L layers, H hidden size.
 import fcntl
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -25,9 +26,16 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
 from draftsmith.drafts.state_likelihood import StateLikelihood
 
+if TYPE_CHECKING:
+    from draftsmith.distill.engines import AnswerRequest
+
 CONNECTOR: JsonObject = {"kv_connector": "ExampleHiddenStatesConnector"}
 # What a request says, so that the states of the answer are written too.
 WITH_ANSWER = {"include_output_tokens": True}
+# The likelihood costs a product with the output projection. So it is taken of the first rows, and
+# of a row of so many tokens.
+_FIRST = 16
+_PER_ROW = 1024
 
 
 class StateWriter:
@@ -35,8 +43,8 @@ class StateWriter:
 
     layers: of the states that the engine gives, ascending; the last is the raw last one. files:
     where they are kept; made for the engine's dtype, if they are not set. rows: the tokens of rows
-    that are asked for their states alone, by the row of the request. probes: states of requests
-    with a negative row, which are compared and not kept.
+    that are asked for their states alone, by the row of the request. taken: number of requests.
+    probes: tokens and states of requests with a negative row, which are compared and not kept.
     """
 
     def __init__(self, config: DistillConfig) -> None:
@@ -50,8 +58,9 @@ class StateWriter:
         self.layers = sorted({*(config.states_layers or aux_layers(last)), last})
         if self.layers[-1] > last:
             raise InputError(f"states_layers: {self.layers[-1]} is beyond the {last} layers")
+        self.taken = 0
         self.rows: dict[int, Sequence[int]] = {}
-        self.probes: dict[int, Tensor] = {}
+        self.probes: dict[int, tuple[Sequence[int], Tensor]] = {}
         ends = load_model(
             config.target,
             device="cpu",
@@ -90,37 +99,33 @@ class StateWriter:
         return self.files.layers_of(ids) >= set(self.layers)
 
     def take(
-        self,
-        path: str | None,
-        key: tuple[int, int, int],
-        ids: Sequence[int],
-        drawn: int,
-        server: str,
+        self, path: str | None, request: "AnswerRequest", answer_ids: Sequence[int], server: str
     ) -> None:
-        """Take in and delete the file of a request. ids: prompt and answer. drawn: how many of the
-        last ones the target drew at temperature 1 or below. Raise RunError for states that cannot
-        be those of the tokens.
+        """Take in and delete the file of a request. Raise RunError for states that cannot be those
+        of its tokens.
         """
         if path is None:
             raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
-        states_LTH = self._read(Path(path), ids)
-        row = self.rows.pop(key[0], None)
-        if row is not None:
-            ids = row
+        row = request.key.row
+        ids: Sequence[int] = (*request.prompt_ids, *answer_ids)
+        found = taken(Path(path))
+        states_LTH = found["hidden_states"].transpose(0, 1).contiguous()
+        if wrong := self._why_wrong(found["token_ids"].tolist(), states_LTH, ids):
+            raise RunError(f"states: {server}: the file of {len(ids) - 1} tokens {wrong}")
+        # Below temperature 1 the target draws what is likelier still.
+        drawn = len(answer_ids) if request.sampling.temperature <= 1 else 0
+        if row in self.rows:
+            ids = self.rows.pop(row)
             drawn = 0
-        share = self._likelihood.check(f"{server}: row {key[0]}", states_LTH[-1], ids, drawn)
-        if key[0] < 0:
-            self.probes[key[0]] = states_LTH
+        self.taken += 1
+        share = None
+        if row < 0 or self.taken <= _FIRST or hash(tuple(ids)) % _PER_ROW < len(ids):
+            share = self._likelihood.check(f"{server}: row {row}", states_LTH[-1], ids, drawn)
+        if row < 0:
+            self.probes[row] = (ids, states_LTH)
             return
         assert self.files is not None
         self.files.put(ids, self.layers, states_LTH, share)
-
-    def _read(self, file: Path, ids: Sequence[int]) -> Tensor:
-        found = taken(file)
-        states_LTH = found["hidden_states"].transpose(0, 1).contiguous()
-        if wrong := self._why_wrong(found["token_ids"].tolist(), states_LTH, ids):
-            raise RunError(f"states: the engine's file of {len(ids) - 1} tokens {wrong}")
-        return states_LTH
 
     def _why_wrong(self, tokens: Sequence[int], states_LTH: Tensor, ids: Sequence[int]) -> str:
         layers, length, width = states_LTH.shape
@@ -138,8 +143,12 @@ class StateWriter:
         if self.files is not None and states_LTH.dtype != self.files.dtype:
             dtype = str(states_LTH.dtype).removeprefix("torch.")
             return f"is in {dtype}; give --dtype {dtype}"
-        if not states_LTH.isfinite().all():
-            return "holds NaN or infinite values; serve in bfloat16 or float32"
+        low_LT, high_LT = states_LTH.aminmax(dim=-1)
+        full_T = ((high_LT > low_LT) & (high_LT - low_LT).isfinite()).all(0)
+        if empty := length - int(full_T.sum()):
+            return (
+                f"is empty or not finite at {empty}; serve in bfloat16, float32 or by another vLLM"
+            )
         return ""
 
 

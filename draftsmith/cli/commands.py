@@ -96,7 +96,9 @@ def _of_states(summary: "JsonObject") -> str:
     if measured["mean_share"] is None:
         return line
     mean = f"{measured['mean_share']:.0%} on the mean, {measured['worst_share']:.0%} at worst"
-    return f"{line}; of what they claim of the next token, texts bear out {mean}"
+    return (
+        f"{line}; of what they claim of the next token, texts of {measured['rows']} bear out {mean}"
+    )
 
 
 def _train(config: "TrainConfig", command: str) -> CommandResult:

@@ -19,7 +19,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import final_norm
 from draftsmith.drafts.heads.borrowed import projection_of
 
-# Tokens that are looked at, evenly spread, of a document and of what was drawn; and of a part.
+# Tokens that are looked at, evenly spread, and of a part.
 _SAMPLED = 8
 _PART = 4
 # Impossible: standard errors below half of what is claimed, or so few nats claimed by a state.
@@ -45,10 +45,8 @@ class StateLikelihood:
         """
         count = min(len(raw_TH), len(ids) - 1)
         drawn = min(drawn, count)
-        judged = min(_SAMPLED, drawn or count)
-        answer_N = torch.linspace(count - (drawn or count), count - 1, judged)
-        whole_N = torch.linspace(0, count - 1, min(_SAMPLED, count))
-        at_N = torch.cat([answer_N, whole_N]).round().long()
+        judged = drawn or count
+        at_N = torch.linspace(count - judged, count - 1, min(_SAMPLED, judged)).round().long()
         next_N = torch.tensor(ids)[at_N + 1]
         raw_NH = F.pad(raw_TH[at_N].to(self._dtype), (0, 0, 1, 0))
         final_NH = self._projection.prepare(self._norm(raw_NH[None])[0])
@@ -62,7 +60,7 @@ class StateLikelihood:
         variance_N = (probs_NV * nats_NV.square()).sum(-1) - claimed_N.square()
         # NaN is above nothing.
         wrong = not bool((claimed_N > _NOTHING).all())
-        sums_N3 = torch.stack([known_N, claimed_N, variance_N], dim=-1)[:judged]
+        sums_N3 = torch.stack([known_N, claimed_N, variance_N], dim=-1)
         for part_N3 in (*sums_N3.split(_PART), sums_N3):
             known, claimed, variance = part_N3.sum(0).tolist()
             share = known / max(claimed, _NOTHING)
