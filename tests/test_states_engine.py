@@ -19,7 +19,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import body_states
 from draftsmith.core.models import load_model
 from draftsmith.core.state_store import StoredStates, checkpoint_digest
-from draftsmith.distill import states
+from draftsmith.distill import states as engine_states
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.generate import distill
 from draftsmith.distill.states import write_states
@@ -247,7 +247,7 @@ def test_wrong_states_are_found_and_named(
     if large and not FAULTS[fault]:
         pytest.skip("only a forward here tells it")
     monkeypatch.setattr(StatesLLM, "fault", fault)
-    monkeypatch.setattr(states, "_LARGEST", 0 if large else 2**30)
+    monkeypatch.setattr(engine_states, "_LARGEST", 0 if large else 2**30)
     options = {
         "target": quiet_dir,
         "prompts": prompts_file,
