@@ -4,16 +4,15 @@ A row is one count of one prompt: a number that adds over prompts, seeds and set
 a part of the answers, such as the tokens of a span, have the same keys as those of the whole.
 """
 
-import zlib
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith.core.io import JsonObject
 from draftsmith.decode.method import Method
 
 if TYPE_CHECKING:
@@ -126,60 +125,25 @@ class Tally:
         """
         import pandas
 
-        lengths = [len(count.values_P) for count in self.counts]
-        columns = {}
         named = [(*count.where, count.key) for count in self.counts]
-        for name, values in zip(KEYS, zip(*named, strict=True), strict=True):
-            codes, known = pandas.factorize(np.array(values, object))
-            repeated = np.repeat(codes, lengths)
-            categories = pandas.Index(known.tolist())
-            columns[name] = pandas.Categorical.from_codes(repeated, categories=categories)
-        prompts = [np.arange(length, dtype=np.int32) for length in lengths]
-        columns["prompt"] = np.concatenate(prompts)
-        columns["group"] = np.concatenate([count.groups_P for count in self.counts])
-        columns["value"] = np.concatenate([count.values_P for count in self.counts])
-        return pandas.DataFrame(columns)[list(COLUMNS)]
+        counts = pandas.DataFrame(named, columns=list(KEYS)).astype("category")
+        lengths = [len(count.values_P) for count in self.counts]
+        table = counts.loc[counts.index.repeat(lengths)].reset_index(drop=True)
+        table["prompt"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        table["group"] = np.concatenate([count.groups_P for count in self.counts])
+        table["value"] = np.concatenate([count.values_P for count in self.counts])
+        return table[list(COLUMNS)]
 
 
-def packed(table: "DataFrame") -> JsonObject:
-    """Return a table of counts as JSON: a compressed text a column, and the names it numbers."""
-    columns: JsonObject = {}
-    for name in COLUMNS:
-        column = table[name]
-        if name in KEYS:
-            codes = column.cat.codes.to_numpy(np.int16)
-            names = column.cat.categories.tolist()
-            columns[name] = {"names": names, "data": _text(codes)}
-        else:
-            columns[name] = {"type": str(column.dtype), "data": _text(column.to_numpy())}
-    return columns
+def packed(table: "DataFrame") -> str:
+    """Return a table of counts as text: a Parquet file in base 64."""
+    return b64encode(table.to_parquet(index=False, compression="zstd")).decode()
 
 
-def unpacked(columns: JsonObject) -> "DataFrame":
+def unpacked(text: str) -> "DataFrame":
     """Return the table of counts that `packed` wrote."""
     import pandas
 
-    table = {}
-    for name in COLUMNS:
-        column = columns[name]
-        if name in KEYS:
-            codes = _array(column["data"], np.dtype(np.int16))
-            categories = pandas.Index(column["names"])
-            table[name] = pandas.Categorical.from_codes(codes, categories=categories)
-        else:
-            table[name] = _array(column["data"], np.dtype(column["type"]))
-    return pandas.DataFrame(table)
-
-
-def _text(array: npt.NDArray[np.generic]) -> str:
-    """Compress an array, byte by byte of all numbers: their first bytes are alike."""
-    bytes_BN = array.view(np.uint8).reshape(len(array), array.itemsize).T
-    compressed = zlib.compress(bytes_BN.tobytes(), 6)
-    return b64encode(compressed).decode()
-
-
-def _array(text: str, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-    unzipped = zlib.decompress(b64decode(text))
-    flat = np.frombuffer(unzipped, np.uint8)
-    bytes_NB = np.ascontiguousarray(flat.reshape(dtype.itemsize, -1).T)
-    return bytes_NB.view(dtype)[:, 0]
+    table = pandas.read_parquet(BytesIO(b64decode(text)))
+    # Parquet keeps no categories that are numbers.
+    return table.astype(dict.fromkeys(KEYS, "category"))

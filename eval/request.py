@@ -14,10 +14,9 @@ from draftsmith.core.prompt_rows import parse_named
 from draftsmith.core.settings import Sampling, sampling_options
 from draftsmith.core.suites import load_suite, suite_name
 from draftsmith.decode import tree_spec
-from draftsmith.decode.method import Method
+from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.drafts.draft_sources import check_sources, copies_first, is_copying, is_lookahead
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.method import methods_of
 from draftsmith.eval.requirement import Requirement, Scope
 from draftsmith.eval.schema import How
 
@@ -119,6 +118,15 @@ def _methods(trees: Sequence[str], verifiers: Sequence[str]) -> list[Method]:
     return list(dict.fromkeys(methods))
 
 
+def _methods_of(source: str, methods: Sequence[Method]) -> list[Method]:
+    """Return the methods that a draft is decoded with, of those that are asked for: lookahead
+    drafts its own tree only.
+    """
+    if is_lookahead(source) and methods:
+        return [Method.of(OWN_TREE, "exact")]
+    return list(methods)
+
+
 def check(config: EvalConfig) -> EvalRequest:
     """Parse the options. Raise InputError for those that no models can satisfy."""
     drafts = named_runs(config.draft)
@@ -142,7 +150,7 @@ def check(config: EvalConfig) -> EvalRequest:
         raise InputError(f"--base {base}: {why}; {nearest(base, trained)}")
     trees = list(map(tree_spec, config.tree))
     asked = [] if trees == ["none"] else _methods(trees, config.verifier)
-    methods = {name: methods_of(source, asked) for name, source in drafts.items()}
+    methods = {name: _methods_of(source, asked) for name, source in drafts.items()}
     ahead = [name for name, source in drafts.items() if is_lookahead(source)]
     if ahead and not asked:
         raise InputError(f"--draft {ahead[0]}=lookahead: has no alpha to measure with --tree none")

@@ -6,6 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Any
 
+from draftsmith.decode.method import OWN_TREE
+from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.eval.decision import Decision, decide
 from draftsmith.eval.formats import (
     KIND_TITLES,
@@ -16,10 +18,10 @@ from draftsmith.eval.formats import (
     with_interval,
     with_seeds,
 )
-from draftsmith.eval.method import decode_options
 from draftsmith.eval.report import said
 from draftsmith.eval.report.tables import MOST_ROWS, first_rows
 from draftsmith.eval.results_table import ResultsTable
+from draftsmith.eval.schema import ModelRow
 
 
 @dataclass(frozen=True)
@@ -166,6 +168,21 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
     if any(suite["done"] > timed for suite in document["suites"]):
         return "unsure", more
     return "few", _again(more, "--max_prompts", f"{4 * timed}")
+
+
+def decode_options(model: ModelRow, tree: str, recorded: object) -> list[str]:
+    """Return the options of `decode` that draft this tree as a draft of an evaluation or a plan
+    does. recorded: whether its steps were.
+    """
+    source = model["name"]
+    if not model["parameters"]:
+        source = f"retrieval:{source}" if model["kind"] == "retrieval" else model["kind"]
+    elif model["kind"].startswith(JOINED):
+        source = JOINED + source
+    options = ["--draft", source]
+    if tree != OWN_TREE:
+        options += ["--tree", tree]
+    return [*options, "--compile"] if recorded else options
 
 
 def _again(command: str, option: str, value: str) -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from draftsmith.core import prompt_rows
 from draftsmith.core.errors import InputError
-from draftsmith.core.prompt_rows import iterate_rows, iterate_suite, parse_named
+from draftsmith.core.prompt_rows import iterate_rows, parse_named
 from draftsmith.core.suites import expand, load_suite, suite_names
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
@@ -101,12 +101,8 @@ STAND_INS |= {
 }
 
 
-# Its prompts hold the target's own answers; test_eval_own_answers.py has its rows.
-OWN = "mt-bench-own"
-
-
 def test_every_suite_has_a_stand_in():
-    assert suite_names() == sorted([*STAND_INS, OWN])
+    assert suite_names() == sorted(STAND_INS)
 
 
 @pytest.mark.parametrize("name", sorted(STAND_INS))
@@ -167,20 +163,6 @@ def test_rows_that_are_still_placeholders_name_the_script_that_fills_them(tmp_pa
         golden(str(error.value))
         # Rows of other categories may be unfilled.
         assert not list(iterate_rows(f"@speed-bench-rag:{file}"))
-
-
-def test_questions_behind_own_answers_are_asked_by_eval_and_plan_alone(tmp_path, golden):
-    file = write_rows(
-        tmp_path / "q.jsonl", {"prompt": ["one", "two"]}, {"turns": ["three", "four"]}
-    )
-    with golden.raises():
-        list(iterate_rows(f"@{OWN}:{file}"))
-    rows: list[Any] = [record.stored for record in iterate_suite(f"@{OWN}:{file}")]
-    found = [row["messages"] for row in rows]
-    assert [[turn["content"] for turn in turns] for turns in found] == [
-        ["one", "two"],
-        ["three", "four"],
-    ]
 
 
 def test_a_suite_takes_every_nth_row_up_to_its_number_and_no_prompt_twice(tmp_path):

@@ -11,6 +11,7 @@ import torch
 from draftsmith.core.errors import RequirementError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.method import Method
 from draftsmith.drafts.draft_sources import is_copying, models_of
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.alpha import measure_alphas
@@ -18,7 +19,6 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import CopyingDraft, JoinedDraft, copied_tokens, copied_traces
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.method import Method
 from draftsmith.eval.request import check
 from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import lead
@@ -107,8 +107,8 @@ def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results, draft)
     assert results.tau(draft, "prose", 1.0, "kary:2,2")["value"] >= 1
     predicted = [row for row in results.select("tau_predicted") if row["draft"] == draft]
     assert all(row["tree"].startswith("chain:") for row in predicted)
-    run = results.figure("tau_run", draft, "prose", 1.0, "chain:3")
-    assert run["low"] <= results.tau(draft, "prose", 1.0, "chain:3")["value"] <= run["high"]
+    likely = results.figure("tau_predicted", draft, "prose", 1.0, "chain:3")
+    assert likely["low"] <= results.tau(draft, "prose", 1.0, "chain:3")["value"] <= likely["high"]
     assert results.speedup(draft, "prose", 1.0, "chain:3")["value"] > 0
 
 
@@ -141,8 +141,8 @@ def test_lookup_before_a_draft_is_predicted_as_it_decodes(results, tree):
         pairs = list(zip(measured, predicted, strict=True))
         assert pairs and all(a["value"] == pytest.approx(b["value"]) for a, b in pairs)
     assert results.figure("identical", "both", "prose", 0.0, tree)["value"] == 1
-    run = results.figure("tau_run", "both", "prose", 1.0, tree)
-    assert run["low"] <= results.tau("both", "prose", 1.0, tree)["value"] <= run["high"]
+    likely = results.figure("tau_predicted", "both", "prose", 1.0, tree)
+    assert likely["low"] <= results.tau("both", "prose", 1.0, tree)["value"] <= likely["high"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

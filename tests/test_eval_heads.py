@@ -15,6 +15,7 @@ from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, acceptance, probs
 from draftsmith.core.tokenization import load_tokenizer
+from draftsmith.decode.method import Method
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
@@ -22,7 +23,6 @@ from draftsmith.drafts.load import check_tokens_agree
 from draftsmith.eval.alpha import Reader
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.formulas import Continuation, draft_logits
-from draftsmith.eval.method import Method
 from draftsmith.eval.run import evaluate
 from draftsmith.eval.summary import summary as summarise
 from tests.tiny_models import HEADS, V, alpha_sums, stirred_head, tiny_llama

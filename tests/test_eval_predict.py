@@ -13,6 +13,7 @@ from draftsmith.core.models import load_model
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import parse_tree
+from draftsmith.decode.method import Method
 from draftsmith.decode.stats import independent_tau
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
@@ -21,7 +22,6 @@ from draftsmith.eval import timing
 from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.counts import Count, of_method
-from draftsmith.eval.method import Method
 from draftsmith.eval.predict import predictable
 from draftsmith.eval.run import evaluate
 from tests.tiny_models import HEADS, at_depth, near, stirred_head, tiny_llama
@@ -114,7 +114,6 @@ def _agree(
     found, ran = of_method(predicted, method), of_method(decoded, method)
     if sampling.greedy:
         assert found["expected_calls"] == pytest.approx(ran["calls"], abs=1e-9)
-        assert max(found["calls_variance"]) < 1e-9
     for one, other in (("expected_accepted", "accepted_here"), ("expected_reached", "reached")):
         both = (at_depth(predicted, one, method), at_depth(decoded, other, method))
         for depth, pair in enumerate(zip(*both, strict=True)):

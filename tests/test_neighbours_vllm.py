@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
 import draftsmith as ds
 from benchmarks.lib.engines import vllm_answers, work
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.method import Method
 from draftsmith.decode.tree_spec import kary
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.heads import save_head
@@ -22,7 +24,6 @@ from draftsmith.drafts.load import load_source
 from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.method import Method
 from draftsmith.eval.predict import Traces, predict
 from draftsmith.train.config import HeadOptions
 from tests.engine_proofs import Proof, proven_by_vllm
@@ -251,8 +252,7 @@ def test_its_sampler_of_drafts_that_are_drawn_accepts_what_is_predicted(rule, tm
     for name in ("speculative", "block"):
         counts = predict(kary((1,) * ahead), name, Sampling(temperature=1.0), traces)
         assert counts is not None
-        away = abs(found["calls"] - sum(counts["target_calls"]))
-        apart[name] = away / sum(counts["variance"]) ** 0.5
+        apart[name] = abs(stats.ttest_rel(found["calls"], counts["target_calls"]).statistic)
     assert apart.pop(rule) < 3 and min(apart.values()) > 3, found["calls"]
 
 

@@ -21,13 +21,13 @@ from draftsmith.core.state_store import (
     cached_layers,
     checkpoint_digest,
 )
+from draftsmith.decode.method import Method
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.method import Method
 from draftsmith.eval.results import Results
 from draftsmith.eval.summary import lead
 from tests.distilled import rows_of

@@ -246,8 +246,8 @@ def _export(config: "ExportConfig", command: str) -> CommandResult:
 
 def _plan(config: "PlanConfig", command: str) -> CommandResult:
     from draftsmith.drafts.draft_sources import copies_first
-    from draftsmith.eval.method import decode_options
     from draftsmith.eval.planning.plan import plan, plan_lines
+    from draftsmith.eval.summary import decode_options
 
     document = plan(config)
     keys = (

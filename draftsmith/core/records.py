@@ -22,7 +22,7 @@ from draftsmith.core.ranks import from_each, is_main, on_main
 RUN = "run.json"
 RECORD = "draftsmith.json"
 """Beside the weights of a draft: how it was made."""
-RESULTS_SCHEMA = 7
+RESULTS_SCHEMA = 8
 """Of the results.json of an evaluation."""
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 _HASH = re.compile(r"[0-9a-f]{16}|[0-9a-f]{64}")

@@ -23,8 +23,8 @@ class SuiteSource:
     One of four keys makes a prompt of a row; templates fill in `{column}`, `{column[key]}` and
     `{column[0]}`.
     user: template of a message. prompt: template of a text to continue. turns: column with a chat;
-    its first `keep_turns` turns are kept. questions: columns that may hold the user's turns; the
-    first `keep_turns` are asked in turn.
+    its first `keep_turns` turns are kept. questions: columns that may hold the user's turns, of
+    which the first is asked.
 
     where: values that a column must have. every: take every nth row that fits. prompts: maximum
     number of prompts. placeholder: text of rows that `fill` has yet to fill. gated: whether the hub
@@ -52,11 +52,6 @@ class SuiteSource:
     fill: str | None = None
     gated: bool = False
 
-    @property
-    def asks_again(self) -> bool:
-        """Whether the last question follows the target's own answer to an earlier one."""
-        return bool(self.questions) and self.keep_turns > 1
-
     def local_file(self, path: str) -> str:
         """Return the file that a path leads to: itself, or one of the data set's in a directory."""
         if not path or not Path(path).is_dir():
@@ -78,20 +73,18 @@ class SuiteSource:
             is_sharegpt = turns and "from" in turns[0]
             return {"conversations" if is_sharegpt else "messages": turns}
         if self.questions:
-            texts = self._asked(row)
-            return {"messages": [{"role": "user", "content": text} for text in texts]}
+            return {"messages": [{"role": "user", "content": self._asked(row)}]}
         if self.user is None:
             assert self.prompt is not None
             return {"prompt": self.prompt.format_map(row)}
         content = self.user.format_map(row).strip()
         return {"messages": [{"role": "user", "content": content}]}
 
-    def _asked(self, row: JsonObject) -> list[str]:
+    def _asked(self, row: JsonObject) -> str:
         columns = [column for column in self.questions if row.get(column)]
         asked = row[columns[0] if columns else self.questions[0]]
-        turns = [asked] if isinstance(asked, str) else asked
-        kept = [turns[index] for index in range(self.keep_turns)]
-        return [turn["content"] if isinstance(turn, dict) else turn for turn in kept]
+        first = asked if isinstance(asked, str) else asked[0]
+        return str(first["content"] if isinstance(first, dict) else first)
 
 
 @cache

@@ -19,13 +19,13 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.core.models import text_config
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.method import Method
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.feature_head import FeatureHead
 from draftsmith.drafts.heads.unrolled_attention import Unrolling
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.alpha import Reader
 from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.method import Method
 from draftsmith.eval.predict import PredictedCounts, Traces, predict
 
 

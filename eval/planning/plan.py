@@ -22,6 +22,7 @@ from draftsmith.core.records import provenance
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.decode import Tree
 from draftsmith.decode.compiled.steps import check_backend
+from draftsmith.decode.method import OWN_TREE
 from draftsmith.drafts.draft_sources import check_sources, models_of
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import signs
@@ -30,7 +31,6 @@ from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
-from draftsmith.eval.method import OWN_TREE
 from draftsmith.eval.planning.tree_trials import Candidate, Planner
 from draftsmith.eval.schema import Estimate
 from draftsmith.eval.timing import records_steps

@@ -21,6 +21,7 @@ from draftsmith.decode import (
     default_verifier,
     takes_trees,
 )
+from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.decode.propose.choosing import menu, name_of
 from draftsmith.decode.step_costs import StepCosts, measure
 from draftsmith.drafts.heads.block import BlockHead
@@ -28,7 +29,6 @@ from draftsmith.drafts.load import Draft, depth_limit
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from draftsmith.eval.groups import groups_of
-from draftsmith.eval.method import OWN_TREE, Method
 
 T = TypeVar("T")
 

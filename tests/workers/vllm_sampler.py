@@ -4,7 +4,8 @@ environment.
     python vllm_sampler.py REQUEST.json      # the last line is one JSON object
 
 The request holds `target` and `draft`, the logits `[V, V]` of the next token by the last one, and
-`rule`, `ahead`, `rows` and `tokens`. The answer has `texts` of that many tokens, and `calls`.
+`rule`, `ahead`, `rows` and `tokens`. The answer has `texts` of that many tokens, and the `calls`
+of each.
 """
 
 import json
@@ -48,8 +49,9 @@ def main() -> None:
     ahead, rows, tokens = (request[key] for key in ("ahead", "rows", "tokens"))
     torch.manual_seed(0)
     texts: list[list[int]] = [[] for _ in range(rows)]
-    calls = 0
-    while unfinished := [text for text in texts if len(text) < tokens]:
+    calls = [0] * rows
+    while rows_left := [row for row, text in enumerate(texts) if len(text) < tokens]:
+        unfinished = [texts[row] for row in rows_left]
         count = len(unfinished)
         last = torch.tensor([(text or [0])[-1] for text in unfinished])
         read, drafted = [last], []
@@ -58,15 +60,15 @@ def main() -> None:
             drafted.append(logits)
             read.append(torch.multinomial(logits.softmax(-1), 1)[:, 0])
         ids = torch.stack(read, 1)
-        row = torch.arange(count, dtype=torch.int32)
+        places = torch.arange(count, dtype=torch.int32)
         sampled, emitted = sampler.rejection_sample(
             target_VV[ids].flatten(0, 1),
             torch.stack(drafted, 1),
             ids.flatten().int(),
             torch.arange(count + 1, dtype=torch.int32) * (ahead + 1),
             torch.arange(ids.numel()),
-            row,
-            row.repeat_interleave(ahead + 1),
+            places,
+            places.repeat_interleave(ahead + 1),
             torch.arange(ahead + 1, dtype=torch.int32).repeat(count),
             torch.ones(count),
             torch.randint(2**31, (count,)),
@@ -75,7 +77,8 @@ def main() -> None:
         )
         for text, new, number in zip(unfinished, sampled.tolist(), emitted.tolist(), strict=True):
             text += new[:number]
-        calls += count
+        for row in rows_left:
+            calls[row] += 1
     answer = json.dumps({"texts": [text[:tokens] for text in texts], "calls": calls})
     sys.stdout.write(f"\n{answer}\n")
 
