@@ -188,7 +188,7 @@ def test_the_commands_take_a_target_with_a_state(door, draft_dir, prompts_file, 
     plan = tmp_path / "plan.json"
     door.ok("plan", *words, "--prompts", prompts_file, "--confirm_prompts", 2, "--out", plan)
     found = json.loads(plan.read_text())
-    assert {row["family"] for row in found["candidates"]} <= {"chain", "stop"}
+    assert {row["tree"].partition(":")[0] for row in found["candidates"]} == {"chain"}
     words += ["--id", f"q={prompts_file}", "--tree", "chain:2", "--speed_prompts", 2]
     door.ok("eval", *words, "--max_prompts", 3, "--out", tmp_path / "eval")
     speeds = json.loads((tmp_path / "eval" / "results.json").read_text())

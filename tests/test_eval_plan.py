@@ -63,12 +63,13 @@ def test_the_luckiest_of_three_that_are_no_faster_is_seldom_said_to_pay():
 def test_a_plan_is_written_beside_the_draft_and_used(
     temperature, busy, door, target_dir, draft_dir, prompts_file, tmp_path, monkeypatch
 ):
-    """On a busy machine, and with no time, the plan is short."""
+    """The busy machine's plan has one tree to try."""
     monkeypatch.setattr("os.getloadavg", lambda: (99.0 if busy else 0.0, 0.0, 0.0))
     monkeypatch.setattr(
         "draftsmith.eval.remarks.SPREAD", 1e9
     )  # the machine of the tests may be busy or not
-    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.LIMIT_S", 0.0 if busy else 900.0)
+    if busy:
+        monkeypatch.setattr(Planner, "tried", lambda _: ["chain:2"])
     draft = shutil.copytree(draft_dir, tmp_path / "draft")
     words = [
         "--target",
@@ -90,7 +91,7 @@ def test_a_plan_is_written_beside_the_draft_and_used(
     rates = [row["tokens_per_s"] for row in found["confirmed"][1:]]
     assert found["name"] == found["confirmed"][1 + rates.index(max(rates))]["tree"]
     assert ("the machine was busy" in out) == found["conditions"]["busy"] == busy
-    assert bool(found["not_tried"]) == busy
+    assert found["not_tried"] == []
     assert found["costs"]["target"]["1"] > 0
     parsed = parse_tree(f"auto:{plan}", lambda path: json.loads(Path(path).read_text()))
     assert isinstance(parsed, Tree | DynamicTree) and parsed.size >= 1
@@ -125,20 +126,18 @@ def test_a_plan_is_written_beside_the_draft_and_used(
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "in_time", "trees", "skipped"),
+    ("source", "options", "trees"),
     [
-        ("prompt_lookup", "--draft prompt_lookup", True, 3, 0),
-        ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", False, 1, 18),
-        ("retrieval:{store}", "--draft retrieval:{store}", True, 3, 0),
-        ("lookahead", "--draft lookahead", True, 1, 0),
+        ("prompt_lookup", "--draft prompt_lookup", 3),
+        ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", 2),
+        ("retrieval:{store}", "--draft retrieval:{store}", 3),
+        ("lookahead", "--draft lookahead", 1),
     ],
 )
 def test_what_copies_is_timed_not_predicted(
     source,
     options,
-    in_time,
     trees,
-    skipped,
     door,
     target_dir,
     draft_dir,
@@ -147,10 +146,11 @@ def test_what_copies_is_timed_not_predicted(
     monkeypatch,
     golden,
 ):
-    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.LIMIT_S", 900.0 if in_time else 0.0)
-    monkeypatch.setattr(
-        "draftsmith.eval.planning.tree_trials.COPIED", ("chain:1", "chain:2", "kary:2,1,1")
-    )
+    trials = "draftsmith.eval.planning.tree_trials"
+    monkeypatch.setattr(f"{trials}.COPIED", ("chain:1", "chain:2", "kary:2,1,1"))
+    monkeypatch.setattr(f"{trials}.menu", lambda *_, **__: [])
+    monkeypatch.setattr(f"{trials}.STOPPING", ("chain:2", "chain:3"))
+    monkeypatch.setattr(f"{trials}.GROWING", ())
     common = ["--target", target_dir, "--prompts", prompts_file, "--prompt_tokens", 8]
     common += ["--max_new_tokens", 6, "--temperature", 0]
     names = {"draft": draft_dir, "store": prompts_file}
@@ -162,7 +162,7 @@ def test_what_copies_is_timed_not_predicted(
     golden(out, having="--tree")
     found = json.loads(plan.read_text())
     assert len(found["candidates"]) == trees and len(found["confirmed"]) == 1 + trees
-    assert len(found["not_tried"]) == skipped
+    assert found["not_tried"] == []
     golden(out, having="few prompts")
     door.ok("decode", *common, *options.split(), "--tree", f"auto:{plan}")
 

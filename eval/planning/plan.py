@@ -20,7 +20,7 @@ from draftsmith.core.progress import progress
 from draftsmith.core.ranks import say
 from draftsmith.core.records import provenance
 from draftsmith.core.settings import resolve_sampling, sampling_options
-from draftsmith.decode import Tree
+from draftsmith.decode import Tree, default_verifier
 from draftsmith.decode.compiled.steps import check_backend
 from draftsmith.decode.method import OWN_TREE
 from draftsmith.drafts.draft_sources import check_sources, models_of
@@ -31,7 +31,7 @@ from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.loading import load
-from draftsmith.eval.planning.tree_trials import Candidate, Planner
+from draftsmith.eval.planning.tree_trials import Planner
 from draftsmith.eval.schema import Estimate
 from draftsmith.eval.timing import records_steps
 
@@ -47,11 +47,13 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         advance(1, "trees")
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
-        confirmed = planner.confirm(_finalists(tried), confirm_batches)
+        tried.sort(key=lambda candidate: -candidate.rate)
+        finalists = tried[:FINALISTS]
+        confirmed = planner.confirm(finalists, confirm_batches)
     rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
     speedups = [row["speedup"] for row in confirmed.rows[1:]]
     best = rates.index(max(rates))
-    winner = confirmed.finalists[best]
+    winner = finalists[best]
     tree: JsonObject = {"spec": winner.spec}
     if winner.spec == OWN_TREE:
         assert isinstance(winner.shape, Tree)
@@ -65,12 +67,12 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     # A busy machine's clock speaks neither for a draft nor against it.
     pays = None if busy else _pays(speedups, best)
     noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
-    noted += remarks.of_groups({"timed": planner.batch_groups(confirmed.batches)})
+    noted += remarks.of_groups({"timed": planner.batch_groups(confirm_batches)})
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": tree,
         "name": winner.spec,
-        "verifier": planner.verifier(winner.shape),
+        "verifier": default_verifier(winner.shape, draws=planner.model is not None),
         "pays": pays,
         "speedup": speedups[best],
         "sampling": planner.sampling.record(),
@@ -80,26 +82,13 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         "prompts": len(planner.prompts),
         "prompt_groups": planner.groups,
         "costs": asdict(costs),
-        "candidates": [candidate.row() for candidate in tried],
+        "candidates": [{"tree": each.spec, "tokens_per_s": each.rate} for each in tried],
         "not_tried": not_tried,
         "confirmed": confirmed.rows,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
-
-
-def _finalists(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The three fastest, of three families if there are as many: neighbours of one family hardly
-    differ.
-    """
-    ordered = sorted(candidates, key=lambda candidate: -candidate.rate)
-    first: dict[str, Candidate] = {}
-    for candidate in ordered:
-        first.setdefault(candidate.family, candidate)
-    chosen = list(first.values())[:FINALISTS]
-    rest = [candidate for candidate in ordered if candidate not in chosen]
-    return chosen + rest[: FINALISTS - len(chosen)]
 
 
 def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:

@@ -18,7 +18,6 @@ from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
     SpeculativeDecoder,
     TreeShape,
-    default_verifier,
     takes_trees,
 )
 from draftsmith.decode.method import OWN_TREE, Method
@@ -26,7 +25,7 @@ from draftsmith.decode.propose.choosing import menu, name_of
 from draftsmith.decode.step_costs import StepCosts, measure
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.load import Draft, depth_limit
-from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
+from draftsmith.eval.bootstrap import Floats, PromptSums, quotient, resamples
 from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft, model_of, proposer_of
 from draftsmith.eval.groups import groups_of
 
@@ -51,26 +50,20 @@ COPIED = (
 # Prompts and tokens of a run that tries a tree.
 TRY_PROMPTS = 3
 TRY_TOKENS = 32
+WARM_UP_TOKENS = 8
 # Time finalists again, with the same seeds, until each has run this long, in at most this many
 # rounds.
 CONFIRM_S = 1.0
 CONFIRM_ROUNDS = 5
-# Time limit. As it nears, skip optional work: more trees, prompts and rounds.
-LIMIT_S = 900.0
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A tree that may be best. rate: its tokens per second on a few prompts."""
 
-    family: str
     spec: str
     shape: TreeShape
     rate: float
-
-    def row(self) -> JsonObject:
-        """The candidate as JSON."""
-        return {"family": self.family, "tree": self.spec, "tokens_per_s": self.rate}
 
 
 class Ran(NamedTuple):
@@ -80,16 +73,13 @@ class Ran(NamedTuple):
     seconds: float
 
 
-@dataclass(frozen=True)
-class Confirmed:
+class Confirmed(NamedTuple):
     """The target alone and the finalists by the clock, as JSON. `alone_s`: the target's seconds per
-    token, run by run. batches: how many were timed.
+    token, run by run.
     """
 
-    finalists: Sequence[Candidate]
     rows: list[JsonObject]
     alone_s: list[float]
-    batches: int
 
 
 @dataclass(frozen=True)
@@ -121,14 +111,6 @@ class Planner:
     def trees_fit(self) -> bool:
         """Whether the pair takes trees other than chains."""
         return takes_trees(self.target, self.model)
-
-    def verifier(self, shape: TreeShape) -> str:
-        """The rule that verifies a tree."""
-        return default_verifier(shape, draws=self.model is not None)
-
-    def within(self, share: float) -> bool:
-        """Whether less than this share of the time limit is over."""
-        return time.perf_counter() - self.started < share * LIMIT_S
 
     def decoder(self, shape: TreeShape | None) -> SpeculativeDecoder:
         """Return a decoder for this tree (None: no draft); raise ValueError if the draft cannot
@@ -190,78 +172,67 @@ class Planner:
             return [*chosen, *stopping, *GROWING]
         return [*chosen, *LARGER, *STOPPING, *GROWING]
 
+    def timed(
+        self,
+        decoders: Sequence[SpeculativeDecoder],
+        batches: Sequence[Sequence[Sequence[int]]],
+        tokens: int,
+        rounds: int,
+    ) -> Floats:
+        """Decode the batches with M decoders, interleaved in rotating order, until each has run
+        `CONFIRM_S`. Return tokens and seconds by round, decoder and batch, `[R, M, B, 2]`.
+        """
+        for decoder in decoders:
+            self.run(decoder, batches[0], WARM_UP_TOKENS, ends=False)
+        ran: list[Floats] = []
+        slowest_s = 0.0
+        while len(ran) < rounds and slowest_s < CONFIRM_S:
+            ran_MB2 = np.zeros((len(decoders), len(batches), 2))
+            for index, batch in enumerate(batches):
+                for turn in range(len(decoders)):
+                    method = (len(ran) + index + turn) % len(decoders)
+                    ran_MB2[method, index] = self.run(decoders[method], batch, tokens, ends=True)
+            ran.append(ran_MB2)
+            slowest_s += ran_MB2[:, :, 1].sum(1).min()
+        return np.stack(ran)
+
     def try_trees(self) -> tuple[list[Candidate], list[dict[str, str]]]:
-        """Time the trees on a few prompts. Return also the skipped trees with the reason."""
+        """Time the trees on a few prompts. Return also those that the draft cannot draft, with the
+        reason.
+        """
         candidates: list[Candidate] = []
         not_tried = []
         batches = self.batches(TRY_PROMPTS)
         for spec in self.tried():
-            if candidates and not self.within(0.7):
-                not_tried.append({"tree": spec, "reason": "no time was left"})
-                continue
             shape = Method.of(spec).shape
             try:
                 decoder = self.decoder(shape)
             except ValueError as error:
                 not_tried.append({"tree": spec, "reason": str(error)})
                 continue
-            self.run(decoder, batches[0], 4, ends=False)  # warm-up
-            runs = [self.run(decoder, batch, TRY_TOKENS, ends=True) for batch in batches]
-            rate = sum(ran.tokens for ran in runs) / sum(ran.seconds for ran in runs)
-            candidates.append(Candidate(_family(spec), spec, shape, rate))
+            tokens, seconds = self.timed([decoder], batches, TRY_TOKENS, rounds=1).sum((0, 1, 2))
+            candidates.append(Candidate(spec, shape, tokens / seconds))
         return candidates, not_tried
 
     def confirm(self, finalists: Sequence[Candidate], count: int) -> Confirmed:
-        """Time the target alone and every finalist on `count` batches, interleaved in rotating
-        order, until each has run `CONFIRM_S`.
-        """
-        batches = self.batches(count)
-        decoders = [self.decoder(None)]
-        decoders += [self.decoder(finalist.shape) for finalist in finalists]
-        for decoder in decoders:
-            self.run(decoder, batches[0], 8, ends=False)  # warm-up
-        tokens_MB = np.zeros((len(decoders), len(batches)))
-        seconds_MB = np.zeros_like(tokens_MB)
-        alone_s: list[float] = []
-        for round_ in range(CONFIRM_ROUNDS):
-            for index, batch in enumerate(batches):
-                if alone_s and not self.within(1.0):
-                    break
-                for turn in range(len(decoders)):
-                    method = (round_ + index + turn) % len(decoders)
-                    ran = self.run(decoders[method], batch, self.max_new_tokens, ends=True)
-                    tokens_MB[method, index] += ran.tokens
-                    seconds_MB[method, index] += ran.seconds
-                    if method == 0:
-                        alone_s.append(ran.seconds / ran.tokens)
-            if seconds_MB.sum(1).min() >= CONFIRM_S or not self.within(1.0):
-                break
-        timed = int((seconds_MB[0] > 0).sum())
-        picks = resamples(self.batch_groups(timed), 2000, row_seed(self.seed, "plan/confirm"))
-        alone, *others = map(PromptSums, tokens_MB[:, :timed], seconds_MB[:, :timed])
+        """Time the target alone and every finalist on `count` batches."""
+        shapes = [None, *(finalist.shape for finalist in finalists)]
+        decoders = [self.decoder(shape) for shape in shapes]
+        ran_RMB2 = self.timed(decoders, self.batches(count), self.max_new_tokens, CONFIRM_ROUNDS)
+        alone_s = ran_RMB2[:, 0, :, 1] / ran_RMB2[:, 0, :, 0]
+        ran_MB2 = ran_RMB2.sum(0)
+        sums = [PromptSums(ran_B2[:, 0], ran_B2[:, 1]) for ran_B2 in ran_MB2]
+        picks = resamples(self.batch_groups(count), 2000, row_seed(self.seed, "plan/confirm"))
         rows: list[JsonObject] = [
-            {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
+            {"tree": "the target alone", "tokens_per_s": sums[0].pooled, "speedup": None}
         ]
-        for finalist, sums in zip(finalists, others, strict=True):
-            row = {
-                "tree": finalist.spec,
-                "tokens_per_s": sums.pooled,
-                "speedup": quotient(sums, alone, picks),
-                "tried": finalist.rate,
-                "family": finalist.family,
-            }
-            rows.append(row)
-        return Confirmed(finalists, rows, alone_s, timed)
+        for finalist, own in zip(finalists, sums[1:], strict=True):
+            speedup = quotient(own, sums[0], picks)
+            rows.append({"tree": finalist.spec, "tokens_per_s": own.pooled, "speedup": speedup})
+        return Confirmed(rows, alone_s.ravel().tolist())
 
 
 def _batches(values: Sequence[T], size: int, count: int) -> list[Sequence[T]]:
     """The first `count` batches of values by prompt, or all."""
     starts = range(0, min(len(values), count * size), size)
     return [values[start : start + size] for start in starts]
-
-
-def _family(spec: str) -> str:
-    kind = spec.partition(":")[0]
-    if "stop" in spec:
-        return "stop"
-    return kind if kind in ("chain", "kary") else "grows"
