@@ -89,18 +89,18 @@ class ResultsTable:
         """Names of the prompt sets, of one kind or of both, ID first."""
         return [suite["name"] for suite in self.document["suites"] if kind in (None, suite["kind"])]
 
-    def kind(self, domain: str) -> SuiteKind:
-        """Whether a prompt set is in distribution ("id") or out of it ("ood")."""
-        return "id" if domain in self.domains("id") else "ood"
-
     @property
     def methods(self) -> list[How]:
         """Tree and verifier of every decoding method."""
         return [(method["tree"], method["verifier"]) for method in self.document["methods"]]
 
-    def methods_of(self, draft: str) -> list[How]:
-        """Tree and verifier of every method that a draft was decoded with."""
-        return self._methods("tau", draft)
+    def methods_of(self, draft: str, figure: str = "tau") -> list[How]:
+        """Tree and verifier of every method with which a draft has a figure; by default those that
+        it was decoded with.
+        """
+        rows = [row for row in self.document["rows"] if row["figure"] == figure and row["tree"]]
+        found = [(row["tree"], row["rule"]) for row in rows if row["draft"] == draft]
+        return list(dict.fromkeys(found))
 
     def lossless(self, verifier: str | None) -> bool:
         """Whether outputs under a verifier follow the target's distribution. None: decoding with
@@ -159,25 +159,11 @@ class ResultsTable:
         _check_measured("draft", draft, [*self.drafts, TARGET])
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
-        how: How | tuple[None, None] = (None, None)
-        if known := self._methods(figure, draft):
-            how = self._method(draft, known, tree, verifier)
-        pool = None if domain in KINDS else domain
-        kind = domain if domain in KINDS else self.kind(domain)
-        wanted = (figure, draft, temperature, pool, kind, *how)
-        names = ("figure", "draft", "temperature", "set", "kind", "tree", "rule")
-        rows = []
-        for row in self.document["rows"]:
-            if tuple(map(row.get, names)) == wanted:
-                rows.append(row)
-        return rows
-
-    def _methods(self, figure: str, draft: str) -> list[How]:
-        found: dict[How, None] = {}
-        for row in self.document["rows"]:
-            if (row["figure"], row["draft"]) == (figure, draft) and row["tree"] is not None:
-                found[row["tree"], row["rule"]] = None
-        return list(found)
+        wanted = {"figure": figure, "draft": draft, "temperature": temperature}
+        wanted |= {"set": None, "kind": domain} if domain in KINDS else {"set": domain}
+        if known := self.methods_of(draft, figure):
+            wanted["tree"], wanted["rule"] = self._method(draft, known, tree, verifier)
+        return [row for row in self.document["rows"] if wanted.items() <= row.items()]
 
     def _method(self, draft: str, known: list[How], tree: str | None, verifier: str | None) -> How:
         """Complete the name of a method. A decoded method goes before a predicted one."""
@@ -199,19 +185,6 @@ class ResultsTable:
         """alpha minus the base draft's, paired by prompt; None for the base itself."""
         return self.figure("gain", draft, domain, temperature)
 
-    def transfer(
-        self, draft: str, domain: str = "ood", temperature: float | None = None
-    ) -> Row | None:
-        """Gain out of distribution over gain in distribution; None for the base, and if no OOD set
-        was measured.
-        """
-        return self.figure("transfer", draft, domain, temperature) if self.domains("ood") else None
-
-    def worst_set(self, draft: str, temperature: float) -> Row | None:
-        """The gain on the OOD set where a draft gains least; None for the base."""
-        gains = (self.gain(draft, domain, temperature) for domain in self.domains("ood"))
-        return min(filter(None, gains), key=lambda gain: gain["value"] or 0.0, default=None)
-
     def tau(
         self,
         draft: str,
@@ -222,17 +195,6 @@ class ResultsTable:
     ) -> Row:
         """Measured tokens per target call."""
         return self._one("tau", draft, domain, temperature, tree, verifier)
-
-    def speedup(
-        self,
-        draft: str,
-        domain: str,
-        temperature: float | None = None,
-        tree: str | None = None,
-        verifier: str | None = None,
-    ) -> Row | None:
-        """Tokens per second over the target's own at batch 1; None if nothing was timed."""
-        return self.figure("speedup", draft, domain, temperature, tree, verifier)
 
     def _one(self, figure: str, draft: str, domain: str, *where: Any) -> Row:
         row = self.figure(figure, draft, domain, *where)

@@ -215,8 +215,10 @@ def _changes(results: ResultsTable, decision: Decision, temperature: float) -> l
         if gain := results.gain(draft, kind, temperature):
             gained = with_seeds(gain, sign=True)
             parts.append(said("gained", gain=gained, base=results.base))
-        worst = results.worst_set(draft, temperature)
-        if worst and kind == "ood" and len(results.domains("ood")) > 1:
+        gains = [results.gain(draft, domain, temperature) for domain in results.domains(kind)]
+        rows = [row for row in gains if row]
+        if kind == "ood" and len(rows) > 1:
+            worst = min(rows, key=lambda row: row["value"] or 0.0)
             lost = with_interval(worst, sign=True)
             parts.append(said("worst", set=worst["set"], gain=lost))
         found.append(f"  {KIND_TITLES[kind]}: {'; '.join(parts)}")

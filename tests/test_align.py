@@ -113,7 +113,7 @@ def test_from_prompts_to_a_draft_and_what_it_bought(door, files, words, target_d
     # from.
     results = ds.Results.load(out / "eval")
     assert (results.drafts, results.base) == (["base", "jsd", "ce", "lookup"], "base")
-    kinds = {name: results.kind(name) for name in results.domains()}
+    kinds = {suite["name"]: suite["kind"] for suite in results.document["suites"]}
     assert kinds == {"heldout": "id", "other": "ood"}
     records = [json.loads((out / name / "draftsmith.json").read_text()) for name in ("jsd", "ce")]
     assert {record["steps"] for record in records} == {6}

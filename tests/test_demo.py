@@ -21,10 +21,10 @@ def test_demo_from_prompts_to_report(short_demo, monkeypatch):
     out, demo = Path("said").read_text(), short_demo / "out" / "demo"
     results = Results.load(demo / "eval")
     assert results.drafts == ["base", "jsd-plain", "jsd-balanced", "lookup"]
-    assert {(name, results.kind(name)) for name in results.domains()} == {
-        ("prose", "id"),
-        ("code", "ood"),
-        ("unicode", "ood"),
+    assert {suite["name"]: suite["kind"] for suite in results.document["suites"]} == {
+        "prose": "id",
+        "code": "ood",
+        "unicode": "ood",
     }
     assert results.temperatures == [0.0, 1.0]
     # No draft is asked about what it was trained on.

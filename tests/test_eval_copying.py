@@ -109,7 +109,7 @@ def test_it_is_compared_like_a_draft_and_predicted_as_it_decodes(results, draft)
     assert all(row["tree"].startswith("chain:") for row in predicted)
     likely = results.figure("tau_predicted", draft, "prose", 1.0, "chain:3")
     assert likely["low"] <= results.tau(draft, "prose", 1.0, "chain:3")["value"] <= likely["high"]
-    assert results.speedup(draft, "prose", 1.0, "chain:3")["value"] > 0
+    assert results.figure("speedup", draft, "prose", 1.0, "chain:3")["value"] > 0
 
 
 def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results, golden):
@@ -120,7 +120,7 @@ def test_lookahead_is_decoded_with_its_own_tree_and_has_no_alpha(results, golden
     tau = results.tau("ahead", "prose", 1.0)
     assert tau["value"] > 1 and tau["low"] < tau["high"]
     assert tau["tree"] == "its own"
-    assert results.speedup("ahead", "prose", 1.0)["value"] > 0
+    assert results.figure("speedup", "ahead", "prose", 1.0)["value"] > 0
     assert results.alpha("ahead", "prose", 1.0)["value"] is None
     assert not [
         row for row in results.select("tau_predicted", "tau_gain") if row["draft"] == "ahead"

@@ -205,7 +205,7 @@ def test_a_file_written_three_times_has_the_intervals_of_one(world, tmp_path):
     alone, copied = found
     assert copied.alpha("good", "prose") == alone.alpha("good", "prose")
     assert copied.tau("good", "id") == alone.tau("good", "id")
-    speeds = [results.speedup("good", "prose") for results in found]
+    speeds = [results.figure("speedup", "good", "prose") for results in found]
     assert speeds[0] and speeds[1] and speeds[0]["n"] == speeds[1]["n"] <= 3
     groups = alone.alpha("good", "prose")["n"]
     said = f"prose: {18 - groups} of 18 prompts repeat others, or nearly; "

@@ -261,12 +261,11 @@ def test_every_figure_is_the_one_that_was_asked_for(results):
     assert results.gain("base", "id") is None
     depths = results.series("accept", "mine", "code", tree="chain:2")
     assert [row["depth"] for row in depths] == [1, 2]
-    timed = results.speedup("mine", "ood", 0.0, tree="kary:2,1")
+    timed = results.figure("speedup", "mine", "ood", 0.0, tree="kary:2,1")
     assert timed is not None and (timed["set"], timed["tree"]) == (None, "kary:2,1")
     alone = results.figure("tokens_per_s", "target", "prose")
     assert alone is not None and alone["tree"] is None and alone["temperature"] == 1.0
-    assert results.transfer("mine") is results.figure("transfer", "mine", "ood")
-    assert results.transfer("base") is None
+    assert results.figure("transfer", "base", "ood") is None
     # With one method there is nothing to name.
     assert view(GAINS, BOTH).tau("mine", "code")["tree"] == "chain:2"
 

@@ -47,7 +47,7 @@ def test_figures_of_a_draft_add_up_the_counts_of_its_runs(results):
     assert tau == pytest.approx(emitted / _sums(results, "jsd", "calls").sum())
     rate = emitted / _sums(results, "jsd", "decode_s").sum()
     alone = _sums(results, "target", "timed_tokens") / _sums(results, "target", "decode_s")
-    speedup = results.speedup("jsd", "prose")
+    speedup = results.figure("speedup", "jsd", "prose")
     assert speedup is not None and speedup["value"] == pytest.approx(rate / alone[0])
     gain = results.gain("jsd", "prose")
     base = results.alpha("base", "prose")["value"]

@@ -86,7 +86,7 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     ]
     assert recent == prompts[16:20]
     results = ds.Results.load(made / "eval")
-    assert {name: results.kind(name) for name in results.domains()} == {
+    assert {suite["name"]: suite["kind"] for suite in results.document["suites"]} == {
         "recent": "id",
         "keep": "ood",
     }

@@ -96,7 +96,7 @@ def gain_figure(results: ResultsTable, look: Look) -> Drawn | None:
                 gain = results.gain(draft, domain, temperature)
                 note = "ID"
                 if gain and gain["kind"] == "ood":
-                    note = kept(results.transfer(draft, domain, temperature), gain)
+                    note = kept(results.figure("transfer", draft, domain, temperature), gain)
                 lines.append(Line(domain, draft, [gain] if gain else [], note))
         label = f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}"
         panels.append(Panel(label, lines))
