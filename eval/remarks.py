@@ -118,23 +118,15 @@ def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remar
     return [Remark(about="other_target", text=line) for line in lines]
 
 
-def of_models(models: Mapping[str, ModelRow], quantize_draft: str | None) -> Iterator[Remark]:
-    """Find drafts that are not smaller than the target, heads that an option does not apply to, and
-    runs that are not training seeds of one draft.
+def of_models(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
+    """Find drafts that are not smaller than the target, and runs that are not training seeds of one
+    draft.
     """
     yield from _of_seeds(models)
     size = read_of(models["target"])
     for name, row in models.items():
-        if not row["parameters"]:
-            continue
-        kind = row["kind"].removeprefix(JOINED)
-        if kind != "draft" and quantize_draft not in (None, "none"):
-            text = (
-                f"draft {name}: is a head, and --quantize_draft {quantize_draft} does not "
-                "apply to heads"
-            )
-            yield Remark(about="options", text=text)
-        elif kind == "draft" and read_of(row) >= size and name != "target":
+        is_model = row["parameters"] and row["kind"].removeprefix(JOINED) == "draft"
+        if is_model and read_of(row) >= size and name != "target":
             sizes = f"reads {read_of(row):,} parameters per token, the target {size:,}"
             text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
             yield Remark(about="large_draft", text=text)

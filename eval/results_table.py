@@ -52,6 +52,10 @@ class ResultsTable:
         named = [row for row in self.document["rows"] if row["figure"] in figures]
         return [row for row in named if (row["part"] is not None) == parts]
 
+    def where(self, **wanted: object) -> list[Row]:
+        """The rows that have these values in these columns."""
+        return [row for row in self.document["rows"] if wanted.items() <= row.items()]
+
     @property
     def aligned(self) -> list[str]:
         """Names of the drafts that are models and are compared with the base."""
@@ -98,8 +102,8 @@ class ResultsTable:
         """Tree and verifier of every method with which a draft has a figure; by default those that
         it was decoded with.
         """
-        rows = [row for row in self.document["rows"] if row["figure"] == figure and row["tree"]]
-        found = [(row["tree"], row["rule"]) for row in rows if row["draft"] == draft]
+        rows = self.where(figure=figure, draft=draft)
+        found = [(row["tree"], row["rule"]) for row in rows if row["tree"] and row["rule"]]
         return list(dict.fromkeys(found))
 
     def lossless(self, verifier: str | None) -> bool:
@@ -159,11 +163,12 @@ class ResultsTable:
         _check_measured("draft", draft, [*self.drafts, TARGET])
         _check_measured("domain", domain, [*self.domains(), *self.kinds])
         _check_measured("temperature", temperature, self.temperatures)
-        wanted = {"figure": figure, "draft": draft, "temperature": temperature}
-        wanted |= {"set": None, "kind": domain} if domain in KINDS else {"set": domain}
+        wanted: dict[str, Any] = {"set": domain}
+        if domain in KINDS:
+            wanted = {"set": None, "kind": domain}
         if known := self.methods_of(draft, figure):
             wanted["tree"], wanted["rule"] = self._method(draft, known, tree, verifier)
-        return [row for row in self.document["rows"] if wanted.items() <= row.items()]
+        return self.where(figure=figure, draft=draft, temperature=temperature, **wanted)
 
     def _method(self, draft: str, known: list[How], tree: str | None, verifier: str | None) -> How:
         """Complete the name of a method. A decoded method goes before a predicted one."""

@@ -141,7 +141,7 @@ def _prepared(
     early = [
         *remarks.of_prompts(suites),
         *remarks.of_training(sources, suites),
-        *remarks.of_models(models, given.quantize_draft),
+        *remarks.of_models(models),
         *other,
     ]
     notes = announce(early, strict=given.strict)

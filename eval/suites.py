@@ -6,7 +6,7 @@ from itertools import chain, islice
 
 from draftsmith.core.errors import InputError, without_secrets
 from draftsmith.core.io import hash_json
-from draftsmith.core.prompts import Prompt, prompt_hash
+from draftsmith.core.prompts import Prompt
 from draftsmith.core.ranks import say
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.schema import SuiteKind
@@ -44,7 +44,7 @@ def suite_rows(
     suites: Sequence[Suite], groups: Mapping[str, Sequence[int]]
 ) -> list[dict[str, object]]:
     """Return the rows of every prompt set that were read, done, skipped and failed, which add up,
-    and its prompts: `prompt_hashes`, 16 hex digits of the tokens, pair two evaluations.
+    and its prompts.
     """
     rows: list[dict[str, object]] = []
     for suite in suites:
@@ -59,8 +59,6 @@ def suite_rows(
             "failed": suite.rows - len(prompts) - len(suite.skipped),
             "skipped_rows": [{"row": row, "reason": reason} for row, reason in suite.skipped],
             "prompt_ids": [prompt.id for prompt in prompts],
-            "prompt_tokens": [len(prompt.ids) for prompt in prompts],
-            "prompt_hashes": [f"{prompt_hash(prompt.ids):016x}" for prompt in prompts],
             "prompt_groups": groups[suite.name],
             "digest": suite.digest,
         }

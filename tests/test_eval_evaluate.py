@@ -222,7 +222,7 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
 ):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
     # The drafts here are as large as their target, which --strict would refuse first.
-    monkeypatch.setattr("draftsmith.eval.remarks.of_models", lambda models, quantize: [])
+    monkeypatch.setattr("draftsmith.eval.remarks.of_models", lambda models: [])
     once = replace(
         world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"]
     )

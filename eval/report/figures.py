@@ -111,19 +111,16 @@ def tau_figure(results: ResultsTable, look: Look) -> Drawn | None:
     panels = []
     titles = {"tau": "tokens per target call, τ", "speedup": "speed, the target alone = 1"}
     for name, title in titles.items():
-        dots: dict[str, dict[str, list[FigureRow]]] = {}
-        for row in results.select(name):
-            if row["set"] is None and row["temperature"] == results.top_temperature:
-                lossy = "" if results.lossless(row["rule"]) else " · lossless: false"
-                method = f"{tree_name(row['tree'])} · {row['rule']}{lossy}"
-                of_method = dots.setdefault(method, {})
-                of_method.setdefault(row["draft"], []).append(row)
+        pools = {"figure": name, "set": None, "temperature": results.top_temperature}
         lines: list[Line] = []
-        for method in sorted(dots):
-            lines.append(Line(method))
-            for draft, rows in dots[method].items():
+        for tree, rule in results.methods:
+            lossy = "" if results.lossless(rule) else " · lossless: false"
+            lines.append(Line(f"{tree_name(tree)} · {rule}{lossy}"))
+            for draft in results.drafts:
+                rows = results.where(**pools, draft=draft, tree=tree, rule=rule)
                 note = " / ".join(number(row["value"], 2) for row in rows)
-                lines.append(Line(draft, draft, rows, note))
+                if rows:
+                    lines.append(Line(draft, draft, rows, note))
         label = f"{title} (T = {results.top_temperature:g})"
         panels.append(Panel(label, lines))
     notes = "ID / OOD" if len(results.kinds) > 1 else ""
@@ -235,9 +232,10 @@ Curves = dict[str, dict[str, list[Point]]]
 def accept_figure(results: ResultsTable, look: Look) -> Drawn | None:
     """accept@d against depth, one panel per set, for the first method."""
     curves: Curves = {}
-    for row in results.select("accept"):
-        first = (row["tree"], row["rule"]) == results.methods[0]
-        if row["set"] and first and row["temperature"] == results.top_temperature:
+    tree, rule = results.methods[0] if results.methods else (None, None)
+    top = results.top_temperature
+    for row in results.where(figure="accept", temperature=top, tree=tree, rule=rule):
+        if row["set"]:
             points = curves.setdefault(named_set(row), {}).setdefault(row["draft"], [])
             points.append(Point(str(row["depth"]), row))
     return _panels(look, curves, "depth")
