@@ -155,7 +155,7 @@ class _Row:
             options.on_tokens(self.index, tokens, from_draft)
 
 
-class _NoDraft:
+class NoDraft:
     """The session of autoregressive decoding: an empty tree at every step."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -234,7 +234,7 @@ class BatchRun:
         self.num_draft_uniforms = 0 if drawing == "deterministic" else parts.tree.size
         most = parts.verifier.uniforms(_widest(parts.tree))
         # The longest copy; its uniforms come last.
-        self.num_copied = parts.tree.depth if parts.proposer and parts.proposer.copies else 0
+        self.num_copied = parts.proposer.longest_copy(parts.tree) if parts.proposer else 0
         self.num_uniforms = self.num_draft_uniforms + most + self.num_copied
         self.seen = Seen.of(prompts, self.vocabulary, self.sampling, runner.device)
         self.session = self._start(prompts, drawing)
@@ -248,7 +248,7 @@ class BatchRun:
         known = [prompt[:-1] for prompt in prompts]
         hidden = self.runner.prefill(known, room, self.hidden_layers)
         if parts.proposer is None:
-            return _NoDraft(len(prompts), self.runner.device)
+            return NoDraft(len(prompts), self.runner.device)
         setup = SessionSetup(
             prompts=prompts,
             tree=parts.tree,
@@ -273,7 +273,7 @@ class BatchRun:
             pairs = zip(self.seen, other.seen, strict=True)
             self.seen = Seen(*(torch.cat(pair) for pair in pairs))
         self.batch += other.batch
-        self.session = _NoDraft(len(self.batch), self.runner.device)
+        self.session = NoDraft(len(self.batch), self.runner.device)
 
     def step(self) -> list[_Row]:
         """Draft, score, verify and record, with one forward of the target. Return the rows that

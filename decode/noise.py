@@ -21,7 +21,9 @@ class Noise:
     device: torch.device
 
     def move(self, seeds: Sequence[int], places: Sequence[int]) -> None:
-        """Begin a step. seeds: of the rows. places: tokens of their answers so far."""
+        """Begin a step. seeds: those that the rows' generators began with. places: tokens
+        of their answers so far.
+        """
         self._seed_B = torch.tensor(seeds, device=self.device)
         self._place_B = torch.tensor(places, device=self.device)
         self._drawn: list[Tensor] = []

@@ -1,35 +1,40 @@
 """What a step costs on this machine: the one table that `--tree auto` and `draftsmith plan` choose
 by.
 
-Steps are timed whole, in the engine, by the clock between their tokens: of the target alone, of
-chains that cost nothing to draft, which give the target's price by its rows, and of the draft on
-three trees.
+Steps of a few trees are timed in the engine, by the clock between their tokens, and their drafting
+apart from the rest. What copies is timed on chains that cost nothing to draft.
 """
 
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
+from math import inf
+from operator import mul
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.core.models import context_length, vocabulary_size
 from draftsmith.core.sampling import Sampling
+from draftsmith.decode.batch_run import NoDraft
 from draftsmith.decode.engine import SpeculativeDecoder
-from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
-from draftsmith.decode.tree import Tree, chain
+from draftsmith.decode.propose.protocol import Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.tree import Tree
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.tree_spec import kary
 
-# Rows of the target that are timed behind the first.
-MORE_ROWS = (1, 2, 4, 8)
-CONTEXT = 8
-STEPS = 6
-ROUNDS = 3
+T = TypeVar("T")
+Widths = tuple[int, ...]
+# Trees that are timed, where no draft limits them, and the depth of one that costs nothing.
+SHAPES: tuple[Widths, ...] = ((1,), (1, 1, 1), (4,), (4, 1))
+FREE: tuple[Widths, ...] = ((1,), (1,) * 4, (1,) * 8)
+CONTEXT = (1, 2)
+TOKENS = 5
+ROUNDS = 2
 
 Curve = dict[int, float]
 
@@ -48,7 +53,7 @@ class StepCosts:
         """Seconds of a step on a tree with so many children on each level, in a batch of `rows`.
         drafts: False for what is copied.
         """
-        nodes = list(accumulate(widths, lambda above, width: above * width))
+        nodes = list(accumulate(widths, mul))
         verified = self.at(self.target, rows * (1 + sum(nodes)))
         if not nodes or not drafts:
             return verified
@@ -67,23 +72,63 @@ class StepCosts:
         return curve[low] + slope * (size - low)
 
 
-class _Free(Proposer, Session):
+class _Free(NoDraft, Proposer):
     """Drafts one token over and over, at no cost."""
 
     def start(self, setup: SessionSetup) -> Session:
-        self.tree = TreeBatch.build(setup.tree, setup.device)  # type: ignore[arg-type]
-        self.tokens_BM = torch.zeros(1, setup.tree.size + 1, dtype=torch.long, device=setup.device)
-        self.tokens_BM[:, 0] = -1
+        assert isinstance(setup.tree, Tree)
+        tokens_BM = torch.zeros(1, setup.tree.size + 1, dtype=torch.long, device=setup.device)
+        tokens_BM[:, 0] = -1
+        tree = TreeBatch.build(setup.tree, setup.device)
+        self.proposal = Proposal(tree, tokens_BM, None, "deterministic")
         return self
 
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        return Proposal(self.tree, self.tokens_BM, None, "deterministic")
+        return self.proposal
 
-    def commit(self, outcome: Outcome) -> None:
-        return
 
-    def select_rows(self, rows: Sequence[int]) -> None:
-        return
+class _Stopwatch:
+    """Notes the times between steps, and the seconds of drafting until then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cpu = device.type == "cpu"
+        self.drafting = 0.0
+        self.marks: list[tuple[float, float]] = []
+
+    def now(self) -> float:
+        """Seconds. On a CPU those in which this thread ran, whatever else the machine does."""
+        if self.on_cpu:
+            return time.thread_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def mark(self, *_: object) -> None:
+        """Note the end of a step."""
+        self.marks.append((self.now(), self.drafting))
+
+    def timed(self, call: Callable[..., T]) -> Callable[..., T]:
+        """A call that counts as drafting."""
+
+        def run(given: object) -> T:
+            began = self.now()
+            result = call(given)
+            self.drafting += self.now() - began
+            return result
+
+        return run
+
+    def beside(self, draft: Proposer) -> Proposer:
+        """A proposer whose sessions are timed."""
+
+        def start(setup: SessionSetup) -> Session:
+            session = draft.start(setup)
+            session.propose = self.timed(session.propose)  # type: ignore[method-assign]
+            session.commit = self.timed(session.commit)  # type: ignore[method-assign]
+            return session
+
+        watched = copy(draft)
+        watched.start = start  # type: ignore[method-assign]
+        return watched
 
 
 def measure(
@@ -94,66 +139,41 @@ def measure(
     trees: bool,
     compile: bool | str = False,  # noqa: A002
 ) -> StepCosts:
-    """Time steps of a pair; `trees`: whether it takes trees other than chains. Takes some hundred
+    """Time steps of a pair; `trees`: whether it takes trees other than chains. Takes some fifty
     steps.
     """
-    decoder = partial(SpeculativeDecoder, target, compile=compile)
-    shapes: dict[str, Tree] = {}
-    if draft is not None:
-        shapes["first"] = chain(1)
-        if draft.deepest is None or draft.deepest > 2:
-            shapes["levels"] = chain(3)
-            if trees:
-                shapes["wide"] = kary((4, 1))
-    decoders = {"alone": decoder()}
-    for count in MORE_ROWS:
-        decoders[f"rows:{count}"] = decoder(_Free(), chain(count))
-    for name, tree in shapes.items():
-        decoders[name] = decoder(draft, tree)
-    context = [1 + index % (vocabulary_size(target) - 1) for index in range(CONTEXT)]
-    room = (context_length(target) or 1024) - CONTEXT
-    seconds: dict[str, list[float]] = {name: [] for name in decoders}
+    decoders: dict[Widths, SpeculativeDecoder] = {(): SpeculativeDecoder(target, compile=compile)}
+    watch = _Stopwatch(target.device)
+    proposer = watch.beside(draft or _Free(1, target.device))
+    for widths in FREE if draft is None else SHAPES:
+        if len(widths) <= (proposer.deepest or 8) and (trees or max(widths) == 1):
+            tree = kary(widths)
+            decoders[widths] = SpeculativeDecoder(target, proposer, tree, compile=compile)
+    target_s: dict[Widths, float] = {}
+    drafting_s: dict[Widths, float] = {}
     for turn in range(ROUNDS + 1):
-        for name, timed in decoders.items():
-            clock = _Clock(target.device)
-            most = min((STEPS + 1) * (timed.tree.depth + 1), room)
-            timed.generate([context], sampling, most, eos_ids=(), stop=clock, seed=turn)
-            if turn:  # the first warms up
-                seconds[name] += [after - before for before, after in pairwise(clock.times)]
-    # Others on the machine only add time, so the fastest step counts.
-    return fit({name: min(values) for name, values in seconds.items() if values})
+        for widths, decoder in decoders.items():
+            watch.marks = []
+            most = TOKENS if turn else 2  # the first warms up
+            decoder.generate([CONTEXT], sampling, most, eos_ids=(), on_tokens=watch.mark, seed=turn)
+            for (began, before), (ended, after) in pairwise(watch.marks):
+                drafting = after - before
+                # Others on the machine only add time, so the fastest step counts.
+                target_s[widths] = min(target_s.get(widths, inf), ended - began - drafting)
+                drafting_s[widths] = min(drafting_s.get(widths, inf), drafting)
+    return fit(target_s, drafting_s)
 
 
-def fit(seconds: dict[str, float]) -> StepCosts:
-    """The table of seconds per step by name; no step is taken to cost less than one with fewer
-    rows, nor any drafting less than nothing.
+def fit(target: Mapping[Widths, float], drafting: Mapping[Widths, float]) -> StepCosts:
+    """The table, of seconds by tree; no step is taken to cost less than one with fewer rows, nor
+    any drafting less than nothing.
     """
-    names = ["alone", *(f"rows:{count}" for count in MORE_ROWS)]
-    rising = accumulate((seconds[name] for name in names), max)
-    target = dict(zip([1, *(1 + count for count in MORE_ROWS)], rising, strict=True))
-    at = StepCosts.at
-
-    def added(name: str, rows: int, below: float) -> float:
-        return max(seconds[name] - at(target, rows) - below, 0.0)
-
-    first = added("first", 2, 0.0) if "first" in seconds else 0.0
-    more = {1: 0.0}
-    if "levels" in seconds:
-        more[1] = added("levels", 4, first) / 2
-    if "wide" in seconds:
-        more[4] = max(added("wide", 9, first), more[1])
-    return StepCosts(target, first, more)
-
-
-class _Clock:
-    """A stop condition that notes the time of each step."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.times: list[float] = []
-
-    def __call__(self, ids: Sequence[int], new: int) -> int | None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        self.times.append(time.perf_counter())
-        return new if len(self.times) > STEPS else None
+    by_rows = {1 + sum(accumulate(tree, mul)): seconds for tree, seconds in target.items()}
+    sizes = sorted(by_rows)
+    rising = accumulate((by_rows[size] for size in sizes), max)
+    first = drafting.get((1,), 0.0)
+    level = max(drafting.get((1, 1, 1), first) - first, 0.0) / 2
+    more = {1: level}
+    if (4, 1) in drafting:
+        more[4] = max(drafting[4, 1] - first, level)
+    return StepCosts(dict(zip(sizes, rising, strict=True)), first, more)

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.io import hash_json, kept_json, write_json_atomic
+from draftsmith.core.errors import InputError
+from draftsmith.core.io import hash_json, read_json, write_json_atomic
 from draftsmith.core.models import dtype_name, fingerprint
 from draftsmith.core.ranks import say
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import Proposer, takes_trees
-from draftsmith.decode.propose.choosing import Costs
+from draftsmith.decode import Proposer
+from draftsmith.decode.propose.choosing import Costs, trees_fit
 from draftsmith.decode.propose.lookup_first import LookupFirst
 from draftsmith.decode.step_costs import Curve, StepCosts, measure
 from draftsmith.drafts.load import Draft, draft_fingerprint
@@ -27,14 +28,13 @@ from draftsmith.drafts.load import Draft, draft_fingerprint
 
 def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Proposer) -> Costs:
     """Return the costs of a pair's steps by sampling; read or measured once a process."""
-    draft = proposer.draft if isinstance(proposer, LookupFirst) else proposer
-    model = draft if drafts else None
-    trees = all(takes_trees(target, each) for each in drafts)
+    beside = proposer.draft if isinstance(proposer, LookupFirst) else proposer
+    draft = beside if drafts else None
 
     @cache
-    def pair() -> list[object]:
+    def costs_of(greedy: bool) -> StepCosts:
         # Hashing reads all weights.
-        return [
+        pair = [
             fingerprint(target),
             *map(draft_fingerprint, drafts),
             proposer.name,
@@ -43,16 +43,15 @@ def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Propo
             torch.get_num_threads(),
             platform.node(),
             torch.__version__,
+            greedy,
         ]
-
-    @cache
-    def costs_of(greedy: bool) -> StepCosts:
-        file = _directory() / f"{hash_json([*pair(), greedy])[:16]}.json"
-        found = kept_json(file, "costs of steps", ("target", "first", "more"))
-        if found is not None:
-            return StepCosts(_curve(found["target"]), found["first"], _curve(found["more"]))
+        home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', os.devnull)}/.cache"
+        file = Path(home) / "draftsmith/step-costs" / f"{hash_json(pair)[:16]}.json"
+        if found := _read(file):
+            return found
         say("auto: measuring what steps cost; later runs have it")
-        measured = measure(target, model, Sampling(temperature=0.0 if greedy else 1.0), trees=trees)
+        trees = trees_fit(target, beside)
+        measured = measure(target, draft, Sampling(temperature=0.0 if greedy else 1.0), trees=trees)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomic(file, asdict(measured))
@@ -63,10 +62,13 @@ def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Propo
     return lambda sampling: costs_of(sampling.greedy)
 
 
+def _read(file: Path) -> StepCosts | None:
+    try:
+        found = read_json(file, "costs of steps", ("target", "first", "more"))
+        return StepCosts(_curve(found["target"]), float(found["first"]), _curve(found["more"]))
+    except (InputError, KeyError, TypeError, ValueError):
+        return None
+
+
 def _curve(record: dict[str, float]) -> Curve:
-    return {int(size): seconds for size, seconds in record.items()}
-
-
-def _directory() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "draftsmith" / "step-costs"
+    return {int(size): float(record[size]) for size in ("1", *record)}

@@ -51,7 +51,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.batch_run import OnTokens
 from draftsmith.decode.method import OWN_TREE, Method
-from draftsmith.decode.propose.choosing import ChoosingProposer, Costs, chooser
+from draftsmith.decode.propose.choosing import UNKNOWN, ChoosingProposer, Costs, chooser
 from draftsmith.decode.propose.sources import choose_proposer, make_proposer
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.decode.verify import find_verifier
@@ -386,7 +386,9 @@ class Pair:
                 name = type(chosen).__name__
                 proposer = chosen
             if tree is None or tree == "auto":
-                found = self._chooser(proposer, names, drafts, verifier)
+                # A proposer of the caller's own drafts as it was made.
+                named = isinstance(chosen, str)
+                found = self._chooser(proposer, names, drafts, verifier) if named else None
                 tree = None if found is None else "auto"
                 proposer = found or proposer
             shape = None if tree == "auto" else tree
@@ -417,8 +419,7 @@ class Pair:
             self._costs[pair] = kept_costs(self.target, drafts, proposer)
         rule = None if verifier is None else find_verifier(verifier)
         card = read_record(Path(names[0])) if names else {}
-        heldout = [card.get(f"heldout_alpha_{depth}") for depth in range(1, 5)]
-        prior = [alpha for alpha in heldout if alpha is not None] or [0.5]
+        prior = card.get("heldout_alpha_1") or UNKNOWN
         return chooser(proposer, self.target, rule, self._costs[pair], prior)
 
     def decode(self, job: Job, on_tokens: OnTokens | None = None) -> Iterator[list[Output]]:

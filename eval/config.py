@@ -85,7 +85,8 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     """Temperatures; the report leads with the highest."""
     tree: Trees = field(default_factory=lambda: ["chain:4"])
     """Draft trees to decode with: chain:N, kary:K1,K2,..., static:FILE, eagle2, opt,
-    auto:FILE (a plan), or none: alpha and predictions only.
+    auto:FILE (a plan), or none: alpha and predictions only. Not auto, whose counts would be those
+    of one machine.
     """
     verifier: list[str] = field(default_factory=list)
     """Verifiers to decode with. Default: speculative on chains, mcsd on trees, exact on trees that

@@ -3,18 +3,26 @@
 import pytest
 import torch
 
+from draftsmith import load_pair
 from draftsmith.core.sampling import Sampling, generator
-from draftsmith.decode import DraftModelProposer, HeadProposer, LookupFirst, SpeculativeDecoder
+from draftsmith.decode import (
+    VERIFIERS,
+    DraftModelProposer,
+    HeadProposer,
+    LookupFirst,
+    SpeculativeDecoder,
+)
 from draftsmith.decode.propose import acceptance, choosing
 from draftsmith.decode.propose.choosing import chooser, name_of, relative_cost
 from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.propose.retrieval import RetrievalProposer
-from draftsmith.decode.step_costs import MORE_ROWS, StepCosts, fit, measure
+from draftsmith.decode.step_costs import StepCosts, fit, measure
 from draftsmith.decode.suffix_index import SuffixIndex
 from draftsmith.drafts.heads import HEADS
 from tests.chi_square import chi_square, counts_of, exact_distribution
 from tests.tiny_models import random_llama, stirred
 
+TARGET = "draftsmith/demo/pair/target"
 VOCAB = 5
 PROMPTS = [[1, 3], [2], [4, 0, 3, 3, 1], [0, 1, 0, 1, 0]]
 NEW_TOKENS = 24
@@ -55,7 +63,8 @@ def wavering(monkeypatch):
 
 
 def decoder(name, costs=NEAR, verifier=None):
-    made = chooser(PROPOSERS[name](), llama(2), None, lambda sampling: costs, (0.5,))
+    rule = verifier and VERIFIERS[verifier]
+    made = chooser(PROPOSERS[name](), llama(2), rule, lambda sampling: costs, 0.5)
     return SpeculativeDecoder(llama(2), made, verifier=verifier)
 
 
@@ -76,13 +85,16 @@ def test_greedy_is_the_targets_own_whatever_is_chosen(name):
 
 
 @pytest.mark.usefixtures("wavering")
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_above_temperature_0_a_row_chooses_by_itself(name):
-    together = run(decoder(name), PROMPTS, SAMPLED, range(4))
-    again = run(decoder(name), PROMPTS, SAMPLED, range(4))
+@pytest.mark.parametrize(
+    ("name", "verifier"), [*((name, None) for name in PROPOSERS), ("draft", "greedy")]
+)
+def test_above_temperature_0_a_row_chooses_by_itself(name, verifier):
+    made = decoder(name, verifier=verifier)
+    together = run(made, PROMPTS, SAMPLED, range(4))
+    again = run(made, PROMPTS, SAMPLED, range(4))
     assert [e.output_ids for e in again] == [e.output_ids for e in together]
     for row in range(4):
-        (alone,) = run(decoder(name), [PROMPTS[row]], SAMPLED, [row])
+        (alone,) = run(made, [PROMPTS[row]], SAMPLED, [row])
         assert alone.output_ids == together[row].output_ids
         assert alone.stats == together[row].stats
     chosen = {name for each in together for name in each.stats.chosen}
@@ -92,7 +104,14 @@ def test_above_temperature_0_a_row_chooses_by_itself(name):
 @pytest.mark.usefixtures("wavering")
 @pytest.mark.parametrize(
     ("name", "verifier"),
-    [("draft", None), ("draft", "exact"), ("eagle3", None), ("both", None), ("several", None)],
+    [
+        ("draft", None),
+        ("draft", "exact"),
+        ("draft", "greedy"),
+        ("eagle3", None),
+        ("both", None),
+        ("several", None),
+    ],
 )
 def test_outputs_follow_the_targets_law_while_choices_follow_the_text(name, verifier):
     draws = 4000
@@ -108,11 +127,12 @@ def test_outputs_follow_the_targets_law_while_choices_follow_the_text(name, veri
 def simulated(alpha, costs, steps, seed=0):
     """Choices against a draft whose tokens stay with chance `alpha`, and the rate that results."""
     random = torch.Generator().manual_seed(seed)
-    past = choosing.Past((0.5,))
-    prices = choosing.Prices(costs, choosing.menu(None, chains_only=False), 1)
+    past = choosing.Past(0.5)
+    prices = choosing.prices_of(costs, choosing.menu(None, chains_only=False))
     names = []
     tokens = seconds = 0.0
     for _ in range(steps):
+        past.step(prices)
         choice = past.choose(0, False, prices)
         names.append(choice.name)
         seconds += costs.step(choice.widths)
@@ -146,18 +166,20 @@ def test_at_break_even_it_seldom_changes_its_mind():
 
 
 def test_a_cost_is_that_of_the_rows_and_of_the_levels():
-    seconds = {"alone": 1.0, "first": 1.5, "levels": 2.2, "wide": 2.8}
-    costs = fit(seconds | {f"rows:{count}": 1.0 + 0.1 * count for count in MORE_ROWS})
+    drafting = {(): 0.0, (1,): 0.4, (1, 1, 1): 0.9, (4,): 0.4, (4, 1): 1.0}
+    target = {(): 1.0, (1,): 1.1, (1, 1, 1): 1.3, (4,): 1.4, (4, 1): 1.8}
+    costs = fit(target, drafting)
     assert costs.step(()) == 1.0
     assert costs.step((1,)) == pytest.approx(1.5)
     assert costs.step((1, 1, 1)) == pytest.approx(2.2)
     assert costs.step((4, 1)) == pytest.approx(2.8)
     assert costs.step((1,) * 4, drafts=False) == pytest.approx(1.4)
     assert costs.step((), rows=5) == pytest.approx(1.4)
-    assert relative_cost({"chain:1": 1, "no draft": 1, "lookup:4": 2}, costs) == pytest.approx(
+    prices = choosing.prices_of(costs, [(1,)])
+    assert relative_cost({"chain:1": 1, "no draft": 1, "lookup:4": 2}, prices) == pytest.approx(
         1.325
     )
-    assert relative_cost({}, costs) is None
+    assert relative_cost({}, prices) is None
 
 
 def test_costs_are_measured_for_every_kind_of_pair():
@@ -170,6 +192,44 @@ def test_costs_are_measured_for_every_kind_of_pair():
 
 def test_only_what_can_choose_is_asked_to():
     index = SuffixIndex.build([[1, 2, 3]])
-    assert chooser(RetrievalProposer(index), llama(2), None, lambda s: NEAR, ()) is None
-    chains = chooser(PROPOSERS["draft"](), llama(2), None, lambda s: NEAR, ())
+    assert chooser(RetrievalProposer(index), llama(2), None, lambda s: NEAR, 0.5) is None
+    chains = chooser(PROPOSERS["draft"](), llama(2), None, lambda s: NEAR, 0.5)
     assert chains is not None and "kary:4" in map(name_of, chains.menu)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_a_copy_is_longer_than_a_short_head_drafts(sampling, monkeypatch):
+    """Copies promise so much that eight tokens are copied, beside heads of three levels."""
+    monkeypatch.setattr(choosing, "COPY_PRIOR", (1.0, 1.0))
+    period = [1, 3, 0, 4, 2, 2, 0, 1, 4, 3, 1]
+    (row,) = run(decoder("medusa", CHEAP), [period * 3], sampling, [0])
+    assert "lookup:8" in row.stats.chosen
+
+
+def test_steps_without_a_draft_keep_no_distributions(monkeypatch):
+    kept = []
+    catch_up = choosing.ChoosingSession._catch_up
+    monkeypatch.setattr(
+        choosing.ChoosingSession,
+        "_catch_up",
+        lambda self: (kept.extend(self.unread), catch_up(self)),
+    )
+    run(decoder("eagle3", DEAR), [PROMPTS[0]], SAMPLED, [0])
+    assert len(kept) > 10 and not any(outcome.p_BMV.numel() for outcome in kept)
+
+
+def test_a_proposer_of_ones_own_drafts_as_it_was_made():
+    own = PromptLookupProposer(max_ngram=2)
+    decoding = load_pair(TARGET).decoding(proposer=own)
+    assert decoding.decoder.proposer is own and decoding.method.tree == "chain:4"
+
+
+def test_a_damaged_table_of_costs_is_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decoding = load_pair(TARGET).decoding(proposer="prompt_lookup")
+    costs = decoding.decoder.proposer.costs(GREEDY)
+    (file,) = tmp_path.rglob("*.json")
+    for damage in ('{"target": 3}', '{"target": {}, "first": 0, "more": {}}', "["):
+        file.write_text(damage)
+        again = load_pair(TARGET).decoding(proposer="prompt_lookup").decoder.proposer
+        assert again.costs(GREEDY).target.keys() == costs.target.keys()

@@ -16,37 +16,43 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode.propose.acceptance import Acceptance, Rates
-from draftsmith.decode.propose.lookup_first import LookupFirst
+from draftsmith.decode.propose.acceptance import Acceptance
+from draftsmith.decode.propose.lookup_first import (
+    LookupFirst,
+    longer,
+    nothing,
+    on_tree,
+    texts_of,
+    with_copies,
+)
 from draftsmith.decode.propose.network_proposer import NetworkProposer
-from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
+from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
 from draftsmith.decode.propose.static_tree import DraftingPlan, StaticTreeSession
-from draftsmith.decode.step_costs import StepCosts
+from draftsmith.decode.step_costs import StepCosts, Widths
 from draftsmith.decode.supported_models import ability, check_tree
 from draftsmith.decode.tree import Drawing, Tree, TreeShape, tree_of_paths
-from draftsmith.decode.tree_batch import TreeBatch, chain_batch
+from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.tree_spec import kary
 from draftsmith.decode.verify import Verifier
 from draftsmith.decode.verify.siblings import without
 from draftsmith.decode.verify.tree_walk import residual
 
-Widths = tuple[int, ...]
-NOTHING: Widths = ()
 CHAINS = (1, 2, 3, 4, 6, 8)
 WIDE: tuple[Widths, ...] = ((2,), (4,), (2, 1), (2, 1, 1), (4, 1), (3, 2), (4, 2, 2))
 # Lengths of copies, tokens that must match before one, and matches that promise more.
 COPIES = (1, 2, 4, 8)
 MATCH = 2
 LONG_MATCH = 8
-COPY_PRIOR = ((0.5, 0.7), (0.9,))
-# Change only for so much more.
+COPY_PRIOR = (0.5, 0.9)
+# What is thought of a draft of which nothing is known: a useless one should cost little.
+UNKNOWN = 0.3
+# Change only for so much more, and look again after so many steps.
 GAIN = 1.03
+LOOK = 2
 # Steps without the draft until it is tried again; twice as many each time that it does not pay.
 PAUSE = 16
 LONGEST_PAUSE = 512
-# Steps until the second children are judged again, where that takes passes over the vocabulary.
-SELDOM = 4
 # Candidates drawn behind the second stay less often.
 LATER = (1.0, 1.7, 2.3)
 
@@ -64,6 +70,24 @@ def menu(deepest: int | None, *, chains_only: bool) -> tuple[Widths, ...]:
     return tuple(widths)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a row drafts: a tree, or so many copied tokens, or nothing."""
+
+    widths: Widths = ()
+    copied: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"lookup:{self.copied}" if self.copied else name_of(self.widths)
+
+
+NOTHING = Choice()
+COPIED = {count: Choice(copied=count) for count in COPIES}
+# Seconds of a step by choice.
+Prices = Mapping[Choice, float]
+
+
 def name_of(widths: Widths) -> str:
     """The spec of a tree."""
     if not widths:
@@ -73,83 +97,82 @@ def name_of(widths: Widths) -> str:
     return "kary:" + ",".join(map(str, widths))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What a row drafts: a tree, or so many copied tokens."""
-
-    widths: Widths = NOTHING
-    copied: int = 0
-
-    @property
-    def name(self) -> str:
-        return f"lookup:{self.copied}" if self.copied else name_of(self.widths)
+def prices_of(costs: StepCosts, trees: Sequence[Widths], rows: int = 1) -> Prices:
+    """What each choice costs in a batch of `rows`."""
+    prices = {Choice(widths): costs.step(widths, rows) for widths in ((), *trees)}
+    for count, copy in COPIED.items():
+        prices[copy] = costs.step((1,) * count, rows, drafts=False)
+    return prices
 
 
 class Past:
-    """What the choice of a row depends on."""
+    """What the choice of a row depends on. prior: of the draft's first token."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: float) -> None:
         self.draft = Acceptance(prior)
-        self.copies = [Rates(rates) for rates in COPY_PRIOR]
-        self.now = NOTHING
-        self.idle = 0
+        self.copies = [Acceptance(rate) for rate in COPY_PRIOR]
+        self.best = NOTHING
+        self.drafted = NOTHING
+        self.promised = 0.0
+        self.rest = 0
         self.pause = PAUSE
-        self.judged = 0
+        self.pausing = False
 
-    def choose(self, copyable: int, long: bool, prices: "Prices") -> Choice:
+    def step(self, prices: Prices) -> None:
+        """Begin a step."""
+        if not self.rest:
+            self._look(prices)
+        self.rest -= 1
+
+    def choose(self, copyable: int, long: bool, prices: Prices) -> Choice:
         """Return what promises most tokens a second. copyable: tokens that could be copied; long:
         behind a long match.
         """
-        rates = self.draft.by_depth()
-        promised = {NOTHING: 1.0 / prices.trees[NOTHING]}
-        for widths in prices.menu:
-            promised[widths] = self.draft.tokens(widths, rates) / prices.trees[widths]
-        best = max(promised, key=promised.__getitem__)
-        if promised[best] > GAIN * promised[self.now]:
-            self.now = best
-        choice = Choice(self.now)
-        highest = GAIN * promised[self.now]
+        choice = self.drafted
+        highest = GAIN * self.promised
         if copyable:
-            copied = self.copies[long].by_depth()
-            for count, seconds in prices.copies.items():
-                promise = self.draft.tokens((1,) * count, copied) / seconds
+            rates = self.copies[long].by_depth()
+            for count, copy in COPIED.items():
+                promise = self.copies[long].tokens((1,) * count, rates) / prices[copy]
                 if count <= copyable and promise > highest:
-                    choice, highest = Choice(copied=count), promise
-        self.idle = 0 if choice.widths else self.idle + 1
-        if choice.widths:
-            self.pause = PAUSE
-        elif prices.menu and self.idle > self.pause:
-            self.idle = 0
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
-            self.draft.fade()
-            choice = Choice(max(prices.menu, key=promised.__getitem__))
+                    choice, highest = copy, promise
         return choice
 
+    def _look(self, prices: Prices) -> None:
+        """Choose anew what is drafted, and for how many steps."""
+        rates = self.draft.by_depth()
+        promised = {
+            choice: self.draft.tokens(choice.widths, rates) / seconds
+            for choice, seconds in prices.items()
+            if not choice.copied
+        }
+        best = max(promised, key=promised.__getitem__)
+        if promised[best] > GAIN * promised[self.best]:
+            self.best = best
+            self.pause = PAUSE
+        self.drafted = self.best
+        self.promised = promised[self.best]
+        self.rest = LOOK
+        if self.best != NOTHING or len(promised) == 1:
+            return
+        if self.pausing:
+            self.draft.fade()
+            del promised[NOTHING]
+            self.drafted = max(promised, key=promised.__getitem__)
+            self.rest = 1
+        else:
+            self.rest = self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+        self.pausing = not self.pausing
 
-class Prices:
-    """Seconds of a step by choice, in a batch of `rows`."""
 
-    def __init__(self, costs: StepCosts, trees: Sequence[Widths], rows: int) -> None:
-        self.menu = trees
-        self.trees = {widths: costs.step(widths, rows) for widths in (NOTHING, *trees)}
-        self.copies = {count: costs.step((1,) * count, rows, drafts=False) for count in COPIES}
-
-
-def relative_cost(chosen: Mapping[str, int], costs: StepCosts) -> float | None:
-    """What the steps of `DecodeStats.chosen` cost, at batch 1, over as many without a draft; None
-    if there was none.
+def relative_cost(chosen: Mapping[str, int], prices: Prices) -> float | None:
+    """What the steps of `DecodeStats.chosen` cost over as many without a draft; None if there was
+    none.
     """
-    seconds = 0.0
-    for name, count in chosen.items():
-        kind, _, body = name.partition(":")
-        widths: Sequence[int] = NOTHING
-        if kind == "kary":
-            widths = list(map(int, body.split(",")))
-        elif body:
-            widths = (1,) * int(body)
-        seconds += count * costs.step(widths, drafts=kind != "lookup")
+    spent = sum(chosen.get(choice.name, 0) * seconds for choice, seconds in prices.items())
     steps = sum(chosen.values())
-    return seconds / steps / costs.step(NOTHING) if steps else None
+    return spent / steps / prices[NOTHING] if steps else None
 
 
 def chooser(
@@ -157,70 +180,78 @@ def chooser(
     target: PreTrainedModel,
     verifier: Verifier | None,
     costs: Costs,
-    prior: Sequence[float],
+    prior: float,
 ) -> "ChoosingProposer | None":
     """Return what chooses for a proposer; None for one that drafts its own way: retrieval,
     lookahead and those of guests.
     """
     draft = proposer.draft if isinstance(proposer, LookupFirst) else proposer
-    if isinstance(draft, PromptLookupProposer):
-        return ChoosingProposer(None, costs)
-    if not isinstance(draft, NetworkProposer):
+    if not isinstance(draft, NetworkProposer | PromptLookupProposer):
         return None
-    chains_only = verifier is not None and verifier.chains_only
+    # Joined trees have more children than a row chose, and this drawing asks how many.
+    chains_only = verifier is not None and (
+        verifier.chains_only or verifier.drawings[0] == "top_and_one"
+    )
+    trees: tuple[Widths, ...] = ()
+    if isinstance(draft, NetworkProposer):
+        chains_only = chains_only or not trees_fit(target, draft)
+        trees = menu(draft.deepest, chains_only=chains_only)
+    return ChoosingProposer(draft, costs, prior, trees)
+
+
+def trees_fit(target: PreTrainedModel, draft: Proposer) -> bool:
+    """Whether both take trees that are no chains."""
+    tree = kary(WIDE[0])
     try:
-        check_tree(target, ability(target), kary(WIDE[0]))
-        draft.check(target, kary(WIDE[0]))
+        check_tree(target, ability(target), tree)
+        draft.check(target, tree)
     except ValueError:
-        chains_only = True
-    return ChoosingProposer(draft, costs, prior, chains_only=chains_only)
+        return False
+    return True
 
 
 class ChoosingProposer(Proposer):
-    """Chooses for `draft`, a network's proposer or None for prompt lookup alone. costs: of steps.
-    prior: what is known of the acceptance by depth. chains_only: for a target or a rule that takes
-    no trees.
+    """Chooses for `draft`, copies beside or alone. costs: of steps.
+    prior: what is known of the acceptance of its first token. trees: to choose from.
     """
-
-    copies = True
 
     def __init__(
         self,
-        draft: NetworkProposer | None,
+        draft: NetworkProposer | PromptLookupProposer,
         costs: Costs,
-        prior: Sequence[float] = (0.5,),
-        *,
-        chains_only: bool = False,
+        prior: float,
+        trees: tuple[Widths, ...],
     ) -> None:
         self.draft = draft
         self.costs = costs
         self.prior = prior
-        self.menu: tuple[Widths, ...] = ()
-        paths = {(0,) * length for length in range(1, COPIES[-1] + 1)}
-        if draft is not None:
-            self.name = draft.name
-            self.drafts = draft.drafts
-            self.hidden_layers = draft.hidden_layers
-            self.menu = menu(draft.deepest, chains_only=chains_only)
-            paths = set().union(*map(paths_of, self.menu))
-        self.paths = sorted(paths, key=lambda path: (len(path), path))
+        self.menu = trees
+        self.name = draft.name
+        self.drafts = draft.drafts
+        self.hidden_layers = draft.hidden_layers
+        self.paths = joined_paths(trees or ((1,),))
+        # Of all texts at temperature 0, which are the same whatever is drafted.
+        self.past = Past(prior)
+
+    def prices(self, sampling: Sampling, rows: int = 1) -> Prices:
+        """What each choice costs."""
+        return prices_of(self.costs(sampling), self.menu, rows)
 
     def default_tree(self) -> Tree:
         """The tree that holds all that are chosen from."""
         return tree_of_paths(self.paths)
 
+    def longest_copy(self, tree: TreeShape) -> int:
+        return COPIES[-1]
+
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
-        if self.draft is None:
-            return frozenset({"deterministic"})
         return self.draft.drawings(tree)
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
-        if self.draft is not None:
-            self.draft.check(target, tree)
+        self.draft.check(target, tree)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        if self.draft is not None:
-            self.draft.check_lengths(prompts, max_new_tokens)
+        self.draft.check_lengths(prompts, max_new_tokens)
 
     def start(self, setup: SessionSetup) -> Session:
         return ChoosingSession(self, setup)
@@ -232,33 +263,29 @@ class ChoosingSession(Session):
     def __init__(self, proposer: ChoosingProposer, setup: SessionSetup) -> None:
         self.proposer = proposer
         self.setup = setup
-        self.costs = proposer.costs(setup.sampling)
-        rows = len(setup.prompts)
-        # At temperature 0 the text is the same whatever is drafted, so all rows learn together.
-        self.together = setup.sampling.greedy
-        if self.together:
-            self.pasts = [Past(proposer.prior)] * rows
-        else:
-            self.pasts = [Past(proposer.prior) for _ in range(rows)]
-        self.prices = Prices(self.costs, proposer.menu, rows if self.together else 1)
-        lookup = PromptLookupProposer()
-        self.texts: list[NgramIndex] = [lookup.row(prompt) for prompt in setup.prompts]
+        self.pasts = [proposer.past for _ in setup.prompts]
+        if not setup.sampling.greedy:
+            self.pasts = [Past(proposer.prior) for _ in setup.prompts]
+        self._price()
+        self.texts = texts_of(setup)
         self.draft: StaticTreeSession | None = None
-        if proposer.draft is not None:
-            # A row whose mates drafted without it has many pending tokens behind the longest.
-            longer = replace(setup, max_new_tokens=2 * setup.max_new_tokens)
-            session = proposer.draft.start(longer)
+        if isinstance(proposer.draft, NetworkProposer):
+            session = proposer.draft.start(longer(setup))
             assert isinstance(session, StaticTreeSession)
             session.watched = 4
             self.draft = session
         self.unread: list[Outcome] = []
-        self.proposal: Proposal | None = None
-        self.nodes = 1
+        self.proposal = nothing(setup, len(self.texts))
         self.copies: list[list[int]] = []
         self.choices: list[Choice] = []
 
+    def _price(self) -> None:
+        rows = len(self.pasts) if self.setup.sampling.greedy else 1
+        self.prices = self.proposer.prices(self.setup.sampling, rows)
+
     def propose(self, u_BN: Tensor | None) -> Proposal:
-        setup = self.setup
+        for past in dict.fromkeys(self.pasts):
+            past.step(self.prices)
         self.copies = []
         self.choices = []
         for text, past in zip(self.texts, self.pasts, strict=True):
@@ -267,18 +294,13 @@ class ChoosingSession(Session):
             self.copies.append(copy)
             self.choices.append(past.choose(len(copy), matching >= LONG_MATCH, self.prices))
         drafted = tuple(sorted({choice.widths for choice in self.choices if choice.widths}))
-        proposal = self._drafted(drafted, u_BN) if drafted else self._nothing()
-        self.nodes = proposal.nodes
-        self.proposal = proposal if drafted else None
-        proposal = replace(proposal, names=[choice.name for choice in self.choices])
-        longest = max(choice.copied for choice in self.choices)
-        if not longest:
-            return proposal
-        padded = []
-        for copy, choice in zip(self.copies, self.choices, strict=True):
-            tokens = copy[: choice.copied]
-            padded.append(tokens + [-1] * (longest - len(tokens)))
-        return replace(proposal, copies_BC=torch.tensor(padded, device=setup.device))
+        self.proposal = nothing(self.setup, len(self.texts))
+        if drafted:
+            self.proposal = self._drafted(drafted, u_BN)
+        pairs = zip(self.copies, self.choices, strict=True)
+        copies = [copy[: choice.copied] for copy, choice in pairs]
+        names = [choice.name for choice in self.choices]
+        return with_copies(replace(self.proposal, names=names), copies, max(map(len, copies)))
 
     def _drafted(self, drafted: tuple[Widths, ...], u_BN: Tensor | None) -> Proposal:
         """Draft what the rows chose as one tree, without the nodes that a row did not choose."""
@@ -304,11 +326,6 @@ class ChoosingSession(Session):
             proposal = replace(proposal, tokens_BM=tokens_BM)
         return proposal
 
-    def _nothing(self) -> Proposal:
-        device = self.setup.device
-        roots_B1 = torch.full((len(self.texts), 1), -1, device=device)
-        return Proposal(chain_batch(0, (), device), roots_B1, None, self.setup.drawing)
-
     def _catch_up(self) -> None:
         """Let the network read the steps in which it did not draft, in one forward."""
         unread = self.unread
@@ -322,31 +339,29 @@ class ChoosingSession(Session):
             layers = zip(*(outcome.hidden[row] for outcome in unread), strict=True)
             hidden.append([torch.cat(states) for states in layers])
             tokens.append([token for outcome in unread for token in outcome.tokens[row]])
-        paths: list[list[int]] = [[] for _ in tokens]
-        self.draft.network.skip(replace(unread[-1], paths=paths, tokens=tokens, hidden=hidden))
+        self.draft.network.skip(replace(unread[-1], tokens=tokens, hidden=hidden))
 
     def commit(self, outcome: Outcome) -> None:
         for row, (text, emitted) in enumerate(zip(self.texts, outcome.tokens, strict=True)):
             if self.copies[row]:
                 self._learn_of_copy(row, emitted)
             text.read(emitted)
-        if self.proposal is None or self.draft is None:
-            if self.draft is not None:
-                self.unread.append(outcome)
+        if self.draft is None:
+            return
+        if self.proposal.nodes == 1:
+            # Nothing reads the distributions, which are large.
+            self.unread.append(replace(outcome, distributions=Tensor))
             return
         for row, choice in enumerate(self.choices):
             if choice.widths:
                 self._learn(row, choice.widths, outcome)
-        # The network has forwarded nothing of what was copied.
-        paths = [path if path and path[0] < self.nodes else [] for path in outcome.paths]
-        self.draft.commit(replace(outcome, paths=paths))
+        self.draft.commit(on_tree(outcome, self.proposal.nodes))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self._catch_up()
         self.texts = [self.texts[row] for row in rows]
         self.pasts = [self.pasts[row] for row in rows]
-        if self.together:
-            self.prices = Prices(self.costs, self.proposer.menu, len(rows))
+        self._price()
         if self.draft is not None:
             self.draft.select_rows(rows)
 
@@ -362,7 +377,7 @@ class ChoosingSession(Session):
         """Count the places on the accepted path."""
         session = self.draft
         proposal = self.proposal
-        assert session is not None and proposal is not None
+        assert session is not None
         past = self.pasts[row]
         nodes = [0, *outcome.paths[row]][: len(widths)]
         if proposal.q_BEV is None:
@@ -381,8 +396,7 @@ class ChoosingSession(Session):
         alphas = torch.minimum(p_LV, q_LV).sum(-1).tolist()
         for depth, alpha in enumerate(alphas):
             past.draft.read(depth, alpha)
-        past.judged += 1
-        if past.judged % SELDOM == 1:
+        if not past.rest:
             first = proposal.tokens_BM[row, 1]
             left_1V = residual(p_LV[:1], q_LV[:1])
             others_1V = without(q_LV[:1], first.view(1, 1))

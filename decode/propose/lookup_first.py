@@ -41,8 +41,6 @@ class LookupFirst(Proposer):
     where `alone` tokens match, `draft` is left out. beside: null is `stands_beside`.
     """
 
-    copies = True
-
     def __init__(
         self, draft: NetworkProposer, alone: int = ALONE, beside: bool | None = None
     ) -> None:
@@ -56,6 +54,9 @@ class LookupFirst(Proposer):
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         return self.draft.drawings(tree)
+
+    def longest_copy(self, tree: TreeShape) -> int:
+        return tree.depth
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         self.draft.check(target, tree)
@@ -80,14 +81,45 @@ def copy_at(
     return text.copied(length, stop) if beside or stands else [], stands
 
 
+def texts_of(setup: SessionSetup) -> list[NgramIndex]:
+    """What each row can copy from."""
+    lookup = PromptLookupProposer()
+    return [lookup.row(prompt) for prompt in setup.prompts]
+
+
+def longer(setup: SessionSetup) -> SessionSetup:
+    """The options of a network that does not draft at every step: a row whose batch mates copied
+    for long has many pending tokens behind the longest row.
+    """
+    return replace(setup, max_new_tokens=2 * setup.max_new_tokens)
+
+
+def nothing(setup: SessionSetup, rows: int) -> Proposal:
+    """A proposal without a draft."""
+    roots_B1 = torch.full((rows, 1), -1, device=setup.device)
+    return Proposal(chain_batch(0, (), setup.device), roots_B1, None, setup.drawing)
+
+
+def with_copies(proposal: Proposal, copies: Sequence[Sequence[int]], size: int) -> Proposal:
+    """A proposal with these tokens by row beside its tree, padded to `size`."""
+    if not size:
+        return proposal
+    padded = [[*tokens, *[-1] * (size - len(tokens))] for tokens in copies]
+    return replace(proposal, copies_BC=torch.tensor(padded, device=proposal.tokens_BM.device))
+
+
+def on_tree(outcome: Outcome, nodes: int) -> Outcome:
+    """An outcome as the network sees it: it has forwarded nothing of what was copied."""
+    paths = [path if path and path[0] < nodes else [] for path in outcome.paths]
+    return replace(outcome, paths=paths)
+
+
 class LookupFirstSession(Session):
     """The rows of one `generate` call: their texts, and the session of the network."""
 
     def __init__(self, proposer: LookupFirst, setup: SessionSetup) -> None:
-        # A row whose batch mates copied for long has many pending tokens behind the longest row.
-        self.draft = proposer.draft.start(replace(setup, max_new_tokens=2 * setup.max_new_tokens))
-        lookup = PromptLookupProposer()
-        self.texts: list[NgramIndex] = [lookup.row(prompt) for prompt in setup.prompts]
+        self.draft = proposer.draft.start(longer(setup))
+        self.texts = texts_of(setup)
         self.alone = proposer.alone
         beside = proposer.beside
         self.beside = stands_beside(setup.device, setup.trees) if beside is None else beside
@@ -109,33 +141,22 @@ class LookupFirstSession(Session):
             copies.append(tokens)
             alone.append(stands)
         self.asked = bool(setup.compile) or not all(alone)
-        proposal = self.draft.propose(u_BN) if self.asked else self._nothing()
+        proposal = self.draft.propose(u_BN) if self.asked else nothing(setup, len(alone))
         if self.asked and any(alone):
             alone_B1 = torch.tensor(alone, device=setup.device).unsqueeze(1)
             tokens_BM = proposal.tokens_BM.masked_fill(alone_B1, -1)
             proposal = replace(proposal, tokens_BM=tokens_BM)
-        self.nodes = proposal.tokens_BM.shape[1]
+        self.nodes = proposal.nodes
         # Recorded steps keep their shape.
-        size = depth if setup.compile else max(map(len, copies))
-        if not size:
-            return proposal
-        padded = [tokens + [-1] * (size - len(tokens)) for tokens in copies]
-        return replace(proposal, copies_BC=torch.tensor(padded, device=setup.device))
-
-    def _nothing(self) -> Proposal:
-        device = self.setup.device
-        roots_B1 = torch.full((len(self.texts), 1), -1, device=device)
-        return Proposal(chain_batch(0, (), device), roots_B1, None, self.setup.drawing)
+        return with_copies(proposal, copies, depth if setup.compile else max(map(len, copies)))
 
     def commit(self, outcome: Outcome) -> None:
         for text, emitted in zip(self.texts, outcome.tokens, strict=True):
             text.read(emitted)
-        if not self.asked:
+        if self.asked:
+            self.draft.commit(on_tree(outcome, self.nodes))
+        else:
             self.draft.network.skip(outcome)
-            return
-        # The network has forwarded nothing of what was copied.
-        paths = [path if path and path[0] < self.nodes else [] for path in outcome.paths]
-        self.draft.commit(replace(outcome, paths=paths))
 
     def select_rows(self, rows: Sequence[int]) -> None:
         self.texts = [self.texts[row] for row in rows]

@@ -158,9 +158,6 @@ class Proposer(Protocol):
     draft models.
     """
 
-    copies: bool = False
-    """Whether its proposals may have copies beside the tree."""
-
     deepest: int | None = None
     """Depth of the deepest tree that it can draft; None for any depth."""
 
@@ -175,6 +172,10 @@ class Proposer(Protocol):
     def default_tree(self) -> Tree:
         """The tree that is drafted when none is named."""
         return chain(min(CHAIN, self.deepest or CHAIN))
+
+    def longest_copy(self, tree: TreeShape) -> int:
+        """The most tokens that stand beside such a tree as a copy."""
+        return 0
 
     def drawings(self, tree: TreeShape) -> frozenset[Drawing]:
         """The methods by which it can choose children on such a tree above temperature 0."""

@@ -248,7 +248,7 @@ def _chosen(decoding: Decoding, sampling: Sampling, outputs: list[Output]) -> Js
     stats = sum((output.stats for output in outputs), DecodeStats())
     if not isinstance(proposer, ChoosingProposer):
         return {}
-    cost = relative_cost(stats.chosen, proposer.costs(sampling))
+    cost = relative_cost(stats.chosen, proposer.prices(sampling))
     gain = stats.tau / cost if stats.tau and cost else None
     return {"chosen": stats.chosen, "step_cost": cost, "gain": gain}
 
