@@ -396,6 +396,17 @@ def beside_the_target(head):
     return head.borrowed.target.state_dict() | own
 
 
+def as_vllm_names_them(head):
+    tensors = {}
+    for name, tensor in head.state_dict().items():
+        number, _, rest = name.partition(".")
+        if "linear" in rest:
+            tensors[f"blocks.{number}.layers.0.{rest.rpartition('.')[2]}"] = tensor
+        else:
+            tensors[f"lm_heads.{number}.weight"] = tensor
+    return tensors
+
+
 TWO = {"medusa_num_heads": 2, "medusa_num_layers": 1}
 HYDRA = {
     "base_model_name_or_path": "owner/base",
@@ -524,6 +535,11 @@ CASES: dict[str, Case] = {
     # FasterDecoding/medusa-vicuna-7b-v1.3: its config says two heads, its file holds more.
     "Medusa": Case(TWO, medusa, file="medusa_lm_head.pt", said="says 2 heads, its file holds 3"),
     "Medusa, by its type": Case({"model_type": "medusa"}, medusa, file="medusa_lm_head.pt"),
+    "Medusa as vLLM names it": Case(
+        TWO | {"medusa_num_heads": 3, "model_type": "medusa", "medusa_fc_bias": True},
+        medusa,
+        as_vllm_names_them,
+    ),
     # medusa-1.0-*: the target's config with two keys more, its weights beside the heads.
     "Medusa in its target": Case(
         SHAPE | TWO | {"medusa_num_heads": 3, "model_type": "llama"},
