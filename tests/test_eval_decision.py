@@ -192,6 +192,14 @@ def test_one_cell_of_many_that_is_just_clear_of_1_is_not_taken_for_a_speedup():
     assert signs([row]) == [1] and signs([row] * 16) == [0] * 16 and signs([None]) == [None]
 
 
+def test_what_a_draft_cannot_write_stands_beside_its_alpha(golden):
+    results = timed({})
+    for row in results.document["rows"]:
+        if row["figure"] == "missing_mass" and row["draft"] == "mine" and row["set"] == "code":
+            row["value"], row["low"], row["high"] = 0.61, 0.58, 0.64
+    golden("\n".join(line for line in lines(results) if "draft" in line or "mine" in line))
+
+
 def test_every_set_is_claimed_only_if_every_set_was_timed(golden):
     results = timed(everywhere("mine", "chain:2", FAST))
     document = results.document

@@ -19,8 +19,15 @@ from draftsmith.eval.schema import TARGET, read_of
 
 Line = dict[str, str]
 DIGITS = {"speedup": 2, "speedup_with_prompt": 2, "tokens_per_s": 1, "accept": 2}
-HEADINGS = {"tau": "tokens per call", "tau_predicted": "predicted", "speedup": "speed"}
+HEADINGS = {
+    "missing_mass": "cannot draft",
+    "tau": "tokens per call",
+    "tau_predicted": "predicted",
+    "speedup": "speed",
+}
 COLUMNS = ("draft", "set", "alpha", "gain", *HEADINGS.values(), "tree")
+# The least missing mass that is shown.
+_SHOWN = 5e-4
 # Rows of the first table, and of the terminal's.
 MOST_ROWS = 14
 SIGNED = ("gain", "tau_gain")
@@ -50,8 +57,10 @@ def first_rows(results: ResultsTable, decision: Decision, temperature: float) ->
     """
     pooled = len(results.drafts) * len(results.domains()) > MOST_ROWS
     cells: dict[tuple[str, str], list[FigureRow]] = {}
-    for row in results.select("alpha", "gain", "tau", "tau_predicted", "speedup"):
-        if row["temperature"] == temperature and (row["set"] is None) == pooled:
+    for row in results.select("alpha", "gain", *HEADINGS):
+        # A draft of the whole vocabulary lacks nothing.
+        lacks = row["figure"] != "missing_mass" or (row["value"] or 0.0) >= _SHOWN
+        if lacks and row["temperature"] == temperature and (row["set"] is None) == pooled:
             cell = (named_set(row), row["draft"])
             cells.setdefault(cell, []).append(row)
     lines = []
