@@ -238,7 +238,7 @@ def test_its_sampler_of_drafts_that_are_drawn_accepts_what_is_predicted(rule, tm
     random = np.random.default_rng(0)
     target_VV = random.normal(size=(4, 4))
     draft_VV = target_VV + 2 * random.normal(size=(4, 4))
-    ahead, rows, tokens = 8, 12, 40
+    ahead, rows, tokens = 8, 24, 40
     file = tmp_path / "request.json"
     sizes = {"rule": rule, "ahead": ahead, "rows": rows, "tokens": tokens}
     file.write_text(json.dumps({"target": target_VV.tolist(), "draft": draft_VV.tolist(), **sizes}))
