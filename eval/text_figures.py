@@ -18,11 +18,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.core.io import JsonObject
 from draftsmith.eval.bootstrap import PromptSums, Resamples, estimate, pooled_ratios, resampled
+from draftsmith.eval.formats import with_interval
 from draftsmith.eval.predict import Traces
 from draftsmith.eval.schema import Estimate
 
@@ -31,7 +33,7 @@ _LEAST = 1e-9
 # Names of the values: of drawn texts, and of greedy ones.
 TEXT_VALUES = (
     *("likelihood", "likelihood_variance", "share", "share_variance", "apart"),
-    *("gap", "parted", "of_draft", "wide", "differs"),
+    *("gap", "drafts", "differs"),
 )
 # Rounding decides between tokens whose logits are closer than this (bf16 near 20: 0.125).
 _ROUNDING = 0.5
@@ -44,6 +46,8 @@ _OTHER_TOKENS = 0.03
 _Z = 3.0
 # The share of unverified tokens that a check should be able to see.
 _SEEN = 0.05
+_UNVERIFIED = "not every drafted token is verified by the target's law"
+_OTHER = "another target, prompt, temperature, top-p or penalty"
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,16 @@ class TextFigure:
 
 def text_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
     """Return what the figures sum over the tokens x of texts, each `[N, 1]`."""
-    return _sampled_values(p_NV, q_NV, x_N1) | _greedy_values(p_NV, q_NV, x_N1)
+    log_NV = p_NV.clamp(min=_LEAST).log()
+    sampled = _sampled_values(p_NV, q_NV, x_N1, log_NV)
+    return sampled | _greedy_values(log_NV, q_NV.argmax(1, keepdim=True), x_N1)
 
 
-def _sampled_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
+def _sampled_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor, log_NV: Tensor) -> dict[str, Tensor]:
     both_NV = (q_NV + p_NV).clamp(min=torch.finfo(p_NV.dtype).tiny)
     lean_NV = (q_NV - p_NV) / both_NV
     values = {"apart": ((q_NV - p_NV) * lean_NV).sum(1, keepdim=True)}
-    for name, f_NV in {"likelihood": p_NV.clamp(min=_LEAST).log(), "share": lean_NV}.items():
+    for name, f_NV in {"likelihood": log_NV, "share": lean_NV}.items():
         mean_N1 = (p_NV * f_NV).sum(1, keepdim=True)
         square_N1 = (p_NV * f_NV.square()).sum(1, keepdim=True)
         values[name] = f_NV.gather(1, x_N1) - mean_N1
@@ -76,24 +82,16 @@ def _sampled_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tenso
     return values
 
 
-def _greedy_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
-    """Return what a greedy server's tokens say; p and q at temperature 1.
+def _greedy_values(log_NV: Tensor, choice_N1: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
+    """Return what a greedy server's tokens say: log p at temperature 1, and the draft's choices.
 
-    gap: how much likelier, in logits, the target's own choice is. parted: there is a gap. of_draft:
-    and x is the draft's choice; wide: by a gap that rounding does not explain. differs: the draft's
-    choice has such a gap.
+    gap: how much likelier, in logits, the target's own choice is. drafts: x is the draft's choice.
+    differs: that has a gap which rounding does not explain.
     """
-    log_NV = p_NV.clamp(min=_LEAST).log()
     gap_NV = log_NV.amax(1, keepdim=True) - log_NV
-    choice_N1 = q_NV.argmax(1, keepdim=True)
-    gap_N1 = gap_NV.gather(1, x_N1)
-    parted_N1 = gap_N1 > 0
-    of_draft_N1 = parted_N1 & (choice_N1 == x_N1)
     return {
-        "gap": gap_N1,
-        "parted": parted_N1,
-        "of_draft": of_draft_N1,
-        "wide": of_draft_N1 & (gap_N1 > _ROUNDING),
+        "gap": gap_NV.gather(1, x_N1),
+        "drafts": choice_N1 == x_N1,
         "differs": gap_NV.gather(1, choice_N1) > _ROUNDING,
     }
 
@@ -130,70 +128,76 @@ class Texts:
 
 def judge_texts(traces: Traces, greedy: bool, picks: Resamples) -> Texts:
     """Judge texts, said to be of the target, from traces with the values above."""
+    return _greedy(traces, picks) if greedy else _sampled(traces, picks)
+
+
+def _sampled(traces: Traces, picks: Resamples) -> Texts:
     sums = {name: traces.sums(name) for name in TEXT_VALUES}
     sums["tokens"] = traces.lengths_P.tolist()
-    return _greedy(traces, sums, picks) if greedy else _sampled(sums, picks)
-
-
-def _sampled(sums: Mapping[str, Sequence[float]], picks: Resamples) -> Texts:
     likelihood, share = sampled_figures(sums, picks)
-    rows = [_row("draft's share", share), _row("likelihood", likelihood)]
+    rows: list[JsonObject] = [
+        {"text": "draft's share", "value": share.estimate, "z": share.z},
+        {"text": "likelihood", "value": likelihood.estimate, "z": likelihood.z},
+    ]
     remarks = []
     if _Z * share.error > _SEEN:
         remarks.append(
             f"{sum(sums['tokens']):.0f} tokens show no share of the draft's own below "
-            f"{_Z * share.error:.0%}; ask more prompts or longer answers"
+            f"{min(_Z * share.error, 1.0):.0%}; ask more prompts or longer answers"
         )
+    findings = []
     if _beyond(share, _SHARE):
-        percent = [f"{100 * (share.estimate[key] or 0):.0f}" for key in ("value", "low", "high")]
-        words = f"{percent[0]} % [{percent[1]}, {percent[2]}] of the tokens are the draft's own"
-        if (share.estimate["value"] or 0) < 0:
-            words = f"the tokens avoid the draft's (a share of {percent[0]} %)"
-        return Texts(rows, f"{words}: not every drafted token is verified by the target's law")
+        words = f"{with_interval(share.estimate, 0, scale=100)} % of the tokens are the draft's own"
+        findings.append((abs(share.z), f"{words}: {_UNVERIFIED}"))
     if _beyond(likelihood, _NATS):
-        nats = f"{likelihood.estimate['value']:+.2f}"
-        words = f"their tokens have {nats} nats each beside the target's own: another target"
-        return Texts(rows, f"{words}, prompt, temperature, top-p or penalty")
-    return Texts(rows, None, remarks)
-
-
-def _row(name: str, figure: TextFigure) -> JsonObject:
-    return {"text": name, "value": figure.estimate, "z": figure.z}
+        nats = with_interval(likelihood.estimate, 2, sign=True)
+        words = f"the tokens have {nats} nats each beside the target's own: {_OTHER}"
+        findings.append((abs(likelihood.z), words))
+    # The figure that is further away is nearer to the cause.
+    findings.sort(reverse=True)
+    return Texts(rows, "; ".join(words for _, words in findings) or None, remarks)
 
 
 def _beyond(figure: TextFigure, margin: float) -> bool:
     """Whether a figure is significant by both errors, and more than rounding."""
     found = figure.estimate
-    if found["value"] is None or found["low"] is None or found["high"] is None:
-        return False
-    away = found["low"] > 0 or found["high"] < 0
-    return away and abs(figure.z) > _Z and abs(found["value"]) > margin
+    away = (found["low"] or 0.0) > 0 or (found["high"] or 0.0) < 0
+    return away and abs(figure.z) > _Z and abs(found["value"] or 0.0) > margin
 
 
-def _greedy(traces: Traces, sums: Mapping[str, Sequence[float]], picks: Resamples) -> Texts:
-    def row(name: str, above: str, below: str) -> JsonObject:
-        found = estimate(PromptSums.of(sums[above], sums[below]), picks)
-        return {"text": name, "value": found}
-
-    rows = [
-        row("draft's share", "wide", "differs"),
-        row("tokens that are not the target's choice", "parted", "tokens"),
-        row("of them the draft's choice", "of_draft", "parted"),
+def _greedy(traces: Traces, picks: Resamples) -> Texts:
+    gaps_PL, drafts_PL, differs_PL = (traces.values[name][0] for name in TEXT_VALUES[-3:])
+    parted_PL = gaps_PL > 0
+    wide_PL = gaps_PL > _ROUNDING
+    own_PL = wide_PL * drafts_PL
+    parted_P = parted_PL.sum(1)
+    share = estimate(PromptSums(own_PL.sum(1), differs_PL.sum(1)), picks)
+    other = estimate(PromptSums(parted_P, traces.lengths_P.astype(float)), picks)
+    drafts = estimate(PromptSums((parted_PL * drafts_PL).sum(1), parted_P), picks)
+    rows: list[JsonObject] = [
+        {"text": "draft's share", "value": share},
+        {"text": "tokens that are not the target's choice", "value": other},
+        {"text": "of them the draft's choice", "value": drafts},
     ]
-    gaps_PL = traces.values["gap"][0]
-    if parted := [text for text, count in enumerate(sums["parted"]) if count]:
-        first_P = (gaps_PL > 0).argmax(1)
-        text = min(parted, key=lambda text: first_P[text])
-        gap = float(gaps_PL[text, first_P[text]])
-        # The answer's first token is not among those that are read.
-        words = f"token {first_P[text] + 2} of answer {text + 1}, by {gap:.3f}"
-        found: JsonObject = {"text": "answers that are not its own", "value": len(parted)}
-        rows.append(found | {"first": words, "gap": gap})
-    share, other = rows[0]["value"], rows[1]["value"]
-    if (share["low"] or 0) > 0 and share["value"] > _SHARE:
-        words_of = f"{share['value']:.0%} of the tokens are the draft's own"
-        return Texts(rows, f"{words_of}: not every drafted token is verified by the target")
-    if (other["low"] or 0) > 0 and other["value"] > _OTHER_TOKENS:
-        words_of = f"{other['value']:.0%} of the tokens are not the target's choice"
-        return Texts(rows, f"{words_of}: another target, prompt, temperature or penalty")
+    places = np.argwhere(parted_PL.T)
+    if len(places):
+        at, text = places[0]
+        gap = float(gaps_PL[text, at])
+        rows.append(
+            {
+                "text": "answers that are not its own",
+                "value": int((parted_P > 0).sum()),
+                # The answer's first token is not among those that are read.
+                "first": f"token {at + 2} of answer {text + 1}, by {gap:.3f}",
+                "gap": gap,
+            }
+        )
+    # Another target's tokens are the draft's choice only now and then.
+    drafted = 2 * own_PL.sum() > wide_PL.sum()
+    if drafted and (share["low"] or 0.0) > 0 and (share["value"] or 0.0) > _SHARE:
+        words = f"{with_interval(share, 0, scale=100)} % of the tokens are the draft's own"
+        return Texts(rows, f"{words}: {_UNVERIFIED}")
+    if (other["low"] or 0.0) > 0 and (other["value"] or 0.0) > _OTHER_TOKENS:
+        words = f"{with_interval(other, 0, scale=100)} % of the tokens are not the target's choice"
+        return Texts(rows, f"{words}: {_OTHER}")
     return Texts(rows, None)

@@ -5,6 +5,7 @@ do.
 import itertools
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ class Drafting:
     """What is served, and its mistakes. temperature: of requests that give none. counts: of
     /metrics, by line. texts: whose tokens are answered, `draft` or `random`. accepts: how many
     drafts each step is said to accept, in turn. loses: share of the accepted drafts that is lost
-    while another request is in flight. told: by /server_info.
+    while another request is in flight. stops: drafts nothing then. told: by /server_info.
+    written: answers by prompt (`samplers.write`), in turn, in place of the pair's own.
     """
 
     engine: str
@@ -40,6 +42,8 @@ class Drafting:
     texts: str = ""
     accepts: Sequence[int] = ()
     loses: float = 0.0
+    stops: bool = False
+    written: Sequence[dict[tuple[int, ...], Any]] = ()
     told: dict[str, Any] = field(default_factory=dict)
     active: int = 0
     most_active: int = 0
@@ -103,7 +107,7 @@ class Drafting:
         if self.texts or self.accepts or (self.loses and self.active > 1):
             stats = self._counted(stats, len(ids) - 1)
         with self.lock:
-            return self._reply(prompt, ids, stats, how)
+            return self._reply(prompt, ids, stats, how, self.stops and self.active > 1)
 
     def _counted(self, stats: Any, tokens: int) -> Any:
         """Counts of steps that accept something else than was accepted."""
@@ -126,8 +130,18 @@ class Drafting:
             accepted_by_depth=[sum(n > at for n in steps) for at in range(self.tokens)],
         )
 
-    def _reply(self, prompt: list[int], ids: list[int], stats: Any, how: dict[str, Any]) -> Any:
-        if self.speculates:
+    def _reply(
+        self,
+        prompt: list[int],
+        ids: list[int],
+        stats: Any,
+        how: dict[str, Any],
+        stopped: bool = False,
+    ) -> Any:
+        self.counts["generation_tokens_total"] = self.counts.get(
+            "generation_tokens_total", 0
+        ) + len(ids)
+        if self.speculates and not stopped:
             by_depth = [*stats.accepted_by_depth, *[0] * self.tokens]
             values = [stats.target_calls + self.others, stats.proposed, stats.accepted, *by_depth]
             names = [
@@ -171,6 +185,11 @@ class Drafting:
         return replies[self.engine]
 
     def _generated(self, prompt: list[int], most: int, how: dict[str, Any]) -> Any:
+        if self.written:
+            number = sum(body["prompt"] == prompt for body in self.bodies) - 1
+            answer = self.written[number % len(self.written)][tuple(prompt)]
+            time.sleep(0.01 if self.loses or self.stops else 0)  # so that requests meet
+            return answer.ids[:1], answer
         first = self.pair.generate(prompt, draft=(), max_new_tokens=1, **how).output_ids
         rest = self.pair.generate(
             prompt + first,

@@ -210,9 +210,14 @@ def test_the_exit_code_is_3_and_the_last_line_is_json(place, door):
 
 @SLOW
 def test_a_draft_that_is_greedy_at_temperature_1_is_named(place):
-    with drafting("vllm", pair_of(place), verifier="naive") as (url, _):
+    """If it tells that it samples its drafts; if it tells nothing, it may draft so."""
+    told = {"vllm_config": {"speculative_config": {"draft_sample_method": "probabilistic"}}}
+    with drafting("vllm", pair_of(place), verifier="naive", told=told) as (url, server):
         found = ask(place, url, temperature=1)
+        server.told = {}
+        untold = ask(place, url, temperature=1)
     assert found["judgement"] == "less" and "greedy draft" in found["because"][-1]
+    assert untold["judgement"] == "as predicted"
 
 
 @pytest.mark.slow

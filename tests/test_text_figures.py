@@ -17,6 +17,7 @@ from draftsmith.eval.predict import Traces
 from draftsmith.eval.text_figures import TEXT_VALUES, judge_texts, sampled_figures, text_values
 from draftsmith.serving.acceptance import _Compared
 from tests.conftest import ROOT
+from tests.samplers import drawn, keeps, noise_like, refused_law
 
 DEMO = ROOT / "draftsmith" / "demo" / "pair"
 PROMPTS = ["Return the value", "def __init__(self", "If the file is", "import os", "The list of"]
@@ -47,34 +48,14 @@ def laws(pair):
     return SimpleNamespace(logits=target, p=target.softmax(1), q=draft.softmax(1))
 
 
-def drawn(law, random):
-    noise = torch.rand(law.shape, generator=random).clamp(min=1e-30)
-    return (law / -noise.log()).argmax(1, keepdim=True)
-
-
-def rest(p, q):
-    left = (p - q).clamp(min=0)
-    return left / left.sum(1, keepdim=True).clamp(min=1e-30)
-
-
 def sampled(rule, p, q, random):
     """A token at every place: of a draft's token that `rule` judges."""
-    noise = torch.rand(p.shape, generator=random).clamp(min=1e-30)
-    draft = (q / -noise.log()).argmax(1, keepdim=True)
-    u = torch.rand(draft.shape, generator=random)
-    ratio = p.gather(1, draft) / q.gather(1, draft)
-    refused = {
-        "from p": lambda: drawn(p, random),
-        "one-hot residual": lambda: drawn(p.scatter(1, draft, 0.0), random),
-        "shared noise": lambda: (rest(p, q) / -noise.log()).argmax(1, keepdim=True),
-    }.get(rule, lambda: drawn(rest(p, q), random))()
-    keeps = u < ratio * (1.5 if rule == "1.5 p/q" else 1.0)
-    if rule == "a tenth unverified":
-        keeps = keeps | (torch.rand(draft.shape, generator=random) < 0.1)
-    if rule == "typical":
-        entropy = -(p * p.clamp(min=1e-30).log()).sum(1, keepdim=True)
-        keeps = p.gather(1, draft) > torch.minimum(torch.tensor(0.09), 0.3 * (-entropy).exp())
-    return torch.where(keeps, draft, refused)
+    noise = noise_like(p, random)
+    draft = drawn(q, noise)
+    kept = keeps(rule, p, q, draft, random)
+    if rule != "shared noise":
+        noise = noise_like(p, random)
+    return torch.where(kept, draft, drawn(refused_law(rule, p, q, draft), noise))
 
 
 def traces_of(p, q, x):
@@ -111,7 +92,12 @@ def test_a_sampler_that_is_not_lossless_is_seen(laws, rule):
 
 @pytest.mark.slow(120)
 def test_a_rounded_lossless_server_is_as_predicted(laws):
-    """200 runs of ten prompts; the served target is rounded to bf16."""
+    """200 runs of ten prompts, asked four times; the served target is rounded to bf16."""
+
+    def calls(accepted):
+        by_row = TOKENS - accepted.view(-1, TOKENS).sum(1)
+        return PromptSums.of([float(TOKENS)] * len(by_row), by_row.tolist())
+
     random = torch.Generator().manual_seed(4)
     rounded = laws.logits.bfloat16().float().softmax(1)
     judgements = []
@@ -119,22 +105,28 @@ def test_a_rounded_lossless_server_is_as_predicted(laws):
         rows = torch.randint(ROWS, (10,), generator=random)
         places = (rows[:, None] * TOKENS + torch.arange(TOKENS)).flatten()
         p, q = laws.p[places], laws.q[places]
-        x = drawn(rounded[places], random)
-        keeps = (q.gather(1, x) / p.gather(1, x)).clamp(max=1)
-        accepted = (torch.rand(x.shape, generator=random) < keeps).view(-1, TOKENS).sum(1)
-        tokens = [float(TOKENS)] * len(rows)
-        calls = [
-            PromptSums.of(tokens, (TOKENS - each).tolist())
-            for each in (accepted, keeps.view(-1, TOKENS).sum(1))
-        ]
-        judgement = _Compared(calls[0], calls[1], range(len(rows))).judgement
-        judgements.append(judged(p, q, x).finding or judgement)
+        x = drawn(rounded[places], noise_like(p, random))
+        chances = (q.gather(1, x) / p.gather(1, x)).clamp(max=1)
+        predicted = calls(chances)
+        loads = []
+        for _ in range(4):
+            accepted = torch.rand(x.shape, generator=random) < chances
+            loads.append(_Compared(calls(accepted), predicted, range(len(rows))).judgement)
+        seen = {*loads, judged(p, q, x).finding or "as predicted"}
+        judgements.append("more" if "more" in seen else " ".join(sorted(seen)))
     assert judgements.count("as predicted") >= 190 and "more" not in judgements
 
 
 @pytest.mark.slow(120)
 @pytest.mark.parametrize(
-    ("tree", "verifier"), [("chain:3", None), ("chain:3", "block"), ("kary:3,2", None)]
+    ("tree", "verifier"),
+    [
+        ("chain:3", None),
+        ("chain:3", "block"),
+        ("kary:3,2", None),
+        ("kary:4", None),
+        ("eagle2:depth=4,beam=4,nodes=12", None),
+    ],
 )
 def test_our_own_verifiers_write_the_targets_texts(pair, tree, verifier):
     rows = []
@@ -151,5 +143,6 @@ def test_our_own_verifiers_write_the_targets_texts(pair, tree, verifier):
         )
         rows.append(Continuation(str(seed), ids, text.output_ids))
     reader = Reader(pair.target, pair.drafts, Sampling(), [], batch_size=8, texts=True)
-    traces = reader.read(rows)["draft"]
-    assert judge_texts(traces, False, resamples(range(ROWS), 400, seed=0)).finding is None
+    found = judge_texts(reader.read(rows)["draft"], False, resamples(range(ROWS), 400, seed=0))
+    assert found.finding is None
+    assert all(abs(row["z"]) < 3 for row in found.rows), found.rows

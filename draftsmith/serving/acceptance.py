@@ -12,10 +12,9 @@ Legend: P prompts, D depths.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from draftsmith.config import ServedConfig
 from draftsmith.core.hub import quiet
@@ -31,7 +30,7 @@ from draftsmith.eval.bootstrap import PromptSums, Resamples, difference, estimat
 from draftsmith.eval.predict import PredictedCounts
 from draftsmith.eval.remarks import of_groups
 from draftsmith.eval.schema import Estimate
-from draftsmith.eval.text_figures import judge_texts
+from draftsmith.eval.text_figures import Texts, judge_texts
 from draftsmith.pair import Pair, load_pair
 from draftsmith.serving.asking import Load, ask
 from draftsmith.serving.replays import CHANGES, Case, replay, trace
@@ -43,7 +42,9 @@ _NOT_OWN = "not this target's texts"
 _ORDER = (_NOT_OWN, "less", "more", "cannot tell", "as predicted")
 # Ignore smaller differences in accepted tokens per call.
 _MARGIN = 0.05
-# Half an interval is two standard errors. A lossless server hardly accepts four more.
+# In halves of an interval, which are two standard errors: several loads are compared, and a
+# lossless server hardly accepts four standard errors more.
+_LESS = 1.3
 _MORE = 2.0
 _RESAMPLES = 2000
 
@@ -63,32 +64,33 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     sampling = _sampling(server, pair, config)
     loads = ask(server, pair, config, sampling)
     alone = loads[0]
-    answers = [each.answer for each in alone.asked]
+    answers = alone.answers
     tokens = min(server.draft_tokens(answers), depth_limit(pair.drafts["draft"]) or 2**30)
-    settings = measure_settings(server, pair, config, sampling, alone.asked)
-    rows = [each.text for each in alone.asked]
-    case = Case(pair.target, pair.drafts["draft"], rows, sampling, settings.rule or "")
-    picks = resamples(alone.groups, _RESAMPLES, seed=0)
-    drawn = replace(sampling, temperature=sampling.temperature or 1.0)
-    texts = judge_texts(trace(replace(case, sampling=drawn)), sampling.greedy, picks)
-    judged = [(_NOT_OWN, texts.finding)] if texts.finding else []
+    settings = measure_settings(server, pair, config, sampling, alone)
+    case = Case(pair.target, pair.drafts["draft"], alone.texts, sampling)
+    texts = [_texts(case, load) for load in loads]
+    judged = [] if settings.rules else [("cannot tell", "its rule of rejection is not known here")]
+    for load, written in zip(loads, texts, strict=True):
+        if written.finding:
+            judged.append((_NOT_OWN, f"{written.finding} ({load.name})"))
     acceptance: list[JsonObject] = []
     replays: list[JsonObject] = []
-    if settings.rule is None:
-        judged.append(("cannot tell", "its rule of rejection is not known here"))
-    else:
-        for load in loads:
-            predicted = replay(replace(case, rows=[each.text for each in load.asked]), tokens)
-            counts = _Compared.of(load, predicted)
-            row = counts.row(f"tokens per call, {load.name}")
-            judged.append((counts.judgement, row["of"]))
-            acceptance.append(row | {"tokens/s": load.tokens_per_s})
-            if load is alone:
-                acceptance += _by_position(answers, predicted, picks)
-                acceptance += counts.by_length([len(answer.prompt_ids) for answer in answers])
-                explained = texts.finding or settings.differing
-                if counts.judgement == "less" and not explained:
-                    replays = _replays(case, tokens, load)
+    # Of the rules that the server may follow, take the one that predicts its counts best.
+    away = {}
+    for rule in settings.rules:
+        case = replace(case, rule=rule)
+        away[rule] = abs(_Compared.of(alone, replay(case, tokens)).away["value"] or 0.0)
+    for load in loads if away else ():
+        case = replace(case, rows=load.texts, rule=min(away, key=away.__getitem__))
+        predicted = replay(case, tokens)
+        counts = _Compared.of(load, predicted)
+        row = counts.row(f"tokens per call, {load.name}")
+        acceptance.append(row | {"tokens/s": load.tokens_per_s})
+        if load is alone:
+            acceptance += _by_position(answers, predicted, counts.picks) + counts.by_length(answers)
+            if counts.judgement == "less" and not judged and not settings.differing:
+                replays = _replays(case, tokens, load)
+        judged.append((counts.judgement, row["of"]))
     judgement, because = _judgement(settings, judged, replays)
     remarks = [remark["text"] for remark in of_groups({"prompts": alone.groups})]
     return {
@@ -97,15 +99,23 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
         "server": server.facts,
         "draft_tokens": tokens,
         "temperature": sampling.temperature,
-        "prompts": len(rows),
-        "remarks": [*texts.remarks, *remarks],
+        "prompts": len(alone.prompts),
+        "remarks": [*texts[0].remarks, *remarks],
         "settings": settings.rows,
-        "texts": texts.rows,
+        "texts": texts[0].rows,
         "acceptance": acceptance,
         "replays": replays,
         "judgement": judgement,
         "because": because,
     }
+
+
+def _texts(case: Case, load: Load) -> Texts:
+    """Judge the texts of a load. Greedy ones are read with the laws of temperature 1."""
+    sampling = replace(case.sampling, temperature=case.sampling.temperature or 1.0)
+    picks = resamples(load.groups, _RESAMPLES, seed=0)
+    traces = trace(replace(case, rows=load.texts, sampling=sampling))
+    return judge_texts(traces, case.sampling.greedy, picks)
 
 
 def _judgement(
@@ -145,9 +155,8 @@ class _Compared:
     @classmethod
     def of(cls, load: Load, predicted: PredictedCounts) -> "_Compared":
         """Compare what was asked; the first token of an answer comes without a call."""
-        answers = [each.answer for each in load.asked]
-        emitted = [len(answer.output_ids) - 1 for answer in answers]
-        calls = [answer.calls for answer in answers]
+        emitted = [len(answer.output_ids) - 1 for answer in load.answers]
+        calls = [answer.calls for answer in load.answers]
         ours = PromptSums.of(emitted, predicted["target_calls"])
         return cls(PromptSums.of(emitted, calls), ours, load.groups)
 
@@ -164,13 +173,13 @@ class _Compared:
         """`as predicted`, `less` or `more`; `cannot tell` if half of the accepted tokens could be
         missing unseen.
         """
-        value = self.away["value"] or 0.0
+        value = self.away["value"]
+        if value is None or self.away["low"] is None or self.away["high"] is None:
+            return "cannot tell"
         accepted = (self.predicted.pooled or 1.0) - 1
         margin = _MARGIN * accepted
-        if self.away["low"] is None or self.away["high"] is None:
-            return "as predicted" if abs(value) <= margin else "cannot tell"
         half = (self.away["high"] - self.away["low"]) / 2
-        if value < -max(margin, half):
+        if value < -max(margin, _LESS * half):
             return "less"
         if value > max(margin, _MORE * half):
             return "more"
@@ -184,9 +193,9 @@ class _Compared:
             "difference": self.away,
         }
 
-    def by_length(self, lengths: Sequence[int]) -> list[JsonObject]:
+    def by_length(self, answers: Sequence[ServedAnswer]) -> list[JsonObject]:
         """Return a row for each doubling of the prompt's length, in tokens."""
-        doubled = [1 << (length - 1).bit_length() for length in lengths]
+        doubled = [1 << (len(answer.prompt_ids) - 1).bit_length() for answer in answers]
         rows: list[JsonObject] = []
         for up_to in sorted(set(doubled)):
             chosen = [index for index, length in enumerate(doubled) if length == up_to]
@@ -205,23 +214,25 @@ def _by_position(
     """Return a row for each drafted position: of the steps that accept the one before, how many
     accept it. Steps that the text's end cuts off are left out.
     """
-    ours_PD = np.array(predicted["accepted_by_depth"])
-    of_ours_PD = np.array(predicted["reached_by_depth"])
-    accepted_PD = np.zeros(ours_PD.shape)
-    reached_PD = np.zeros(ours_PD.shape)
-    for index, answer in enumerate(answers):
-        # llama.cpp lists positions from its first request on.
-        accepted = answer.accepted_by_depth or []
-        accepted_PD[index, : len(accepted)] = accepted
+    ours = (predicted["accepted_by_depth"], predicted["reached_by_depth"])
+    none = [0] * len(ours[0][0])
+    accepted = [answer.accepted_by_depth or none for answer in answers]
+    reached = []
+    for answer in answers:
         # What reaches a depth was accepted at the depth before; every call reaches the first.
-        reached = answer.reached_by_depth or [answer.calls, *accepted][: len(accepted)]
-        reached_PD[index, : len(reached)] = reached
+        every = [answer.calls, *answer.accepted_by_depth]
+        reached.append(answer.reached_by_depth or every[:-1] or none)
     rows: list[JsonObject] = []
-    for at in range(len(ours_PD[0])):
-        served = PromptSums(accepted_PD[:, at], reached_PD[:, at])
-        ours = PromptSums(ours_PD[:, at], of_ours_PD[:, at])
-        row: JsonObject = {"served": estimate(served, picks), "predicted": estimate(ours, picks)}
-        rows.append(row | {"of": f"position {at + 1}, if reached"})
+    # llama.cpp lists positions from its first request on.
+    columns = [zip_longest(*lists, fillvalue=0) for lists in (accepted, reached, *ours)]
+    for at, (above, below, our_above, our_below) in enumerate(zip(*columns, strict=False), 1):
+        rows.append(
+            {
+                "of": f"position {at}, if reached",
+                "served": estimate(PromptSums.of(above, below), picks),
+                "predicted": estimate(PromptSums.of(our_above, our_below), picks),
+            }
+        )
     return rows
 
 

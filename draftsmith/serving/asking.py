@@ -19,29 +19,26 @@ from draftsmith.serving.running_server import RunningServer, ServedAnswer
 
 
 @dataclass(frozen=True)
-class ServedPrompt:
-    """A prompt with the server's answer."""
-
-    prompt: Prompt
-    answer: ServedAnswer
-
-    @property
-    def text(self) -> Continuation:
-        """The answer after its first token, which engines take from the prompt's forward."""
-        first, *rest = self.answer.output_ids
-        return Continuation(f"row {self.prompt.row}", [*self.prompt.ids, first], rest, answered=1)
-
-
-@dataclass(frozen=True)
 class Load:
     """All prompts with their answers, so many asked at once. groups: of equal prompts; of those
     asked at once, if the server only counts them together.
     """
 
     name: str
-    asked: list[ServedPrompt]
+    prompts: list[Prompt]
+    answers: list[ServedAnswer]
     groups: list[int]
     tokens_per_s: float
+
+    @property
+    def texts(self) -> list[Continuation]:
+        """The answers after their first tokens, which engines take from the prompts' forward."""
+        texts = []
+        for prompt, answer in zip(self.prompts, self.answers, strict=True):
+            first, *rest = answer.output_ids
+            ids = [*prompt.ids, first]
+            texts.append(Continuation(f"row {prompt.row}", ids, rest, answered=1))
+        return texts
 
 
 def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampling) -> list[Load]:
@@ -67,29 +64,26 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
     def load(name: str, prompts: Sequence[Prompt], at_once: int) -> Load:
         answers: list[ServedAnswer] = []
         begin = time.monotonic()
-        for first in track(range(0, len(prompts), at_once), name, -(-len(prompts) // at_once)):
+        firsts = range(0, len(prompts), at_once)
+        for first in track(firsts, name, len(firsts)):
             together = prompts[first : first + at_once]
             answers += server.answers(together, completion, config.temperature is not None)
         speed = sum(len(answer.output_ids) for answer in answers) / (time.monotonic() - begin)
-        asked = []
-        groups = []
-        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            if len(answer.output_ids) > 1:
-                asked.append(ServedPrompt(prompt, answer))
-                groups.append(index // at_once)
+        drafted = [index for index, answer in enumerate(answers) if len(answer.output_ids) > 1]
+        kept = [prompts[index] for index in drafted]
+        groups = [index // at_once for index in drafted]
         if all(answer.counted == 1 for answer in answers):
-            groups = groups_of([each.prompt for each in asked])
-        return Load(name, asked, groups, speed)
+            groups = groups_of(kept)
+        return Load(name, kept, [answers[index] for index in drafted], groups, speed)
 
     alone = load("alone", read.prompts, 1)
-    if not alone.asked:
+    if not alone.prompts:
         raise InputError(
             f"--prompts {config.prompts}: every answer ends with its first token; nothing can be "
             "drafted"
         )
-    prompts = [each.prompt for each in alone.asked]
-    loads = [alone, load("alone, again", prompts, 1)]
+    loads = [alone, load("alone, again", alone.prompts, 1)]
     for at_once in config.concurrency:
-        drawn = random.Random(at_once).sample(prompts, len(prompts))
+        drawn = random.Random(at_once).sample(alone.prompts, len(alone.prompts))
         loads.append(load(f"{at_once} at once", drawn, at_once))
     return loads

@@ -10,7 +10,6 @@ Legend: P prompts, D depths, B rows, T tokens, H hidden size, K keys.
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Case:
     draft: Draft
     rows: Sequence[Continuation]
     sampling: Sampling
-    rule: str
+    rule: str = ""
 
 
 def replay(case: Case, tokens: int) -> PredictedCounts:
@@ -87,31 +86,22 @@ def _layers(case: Case) -> Cases:
 def _vocabulary(case: Case) -> Cases:
     if not isinstance(case.draft, Eagle3Head) or not case.draft.reduced:
         return
-    ids_D = case.draft.target_ids_D
-    rows_D = torch.arange(len(ids_D), device=ids_D.device)
-    maps = {
-        "not applied": rows_D,
-        "shifted by one row": case.draft.d2t.roll(1) + rows_D,
-    }
-    for detail, wrong_D in maps.items():
-        draft = copy.deepcopy(case.draft)
-        draft.target_ids_D = wrong_D.clamp(0, case.draft.vocab_size - 1)
-        yield detail, replace(case, draft=draft)
+    draft = copy.deepcopy(case.draft)
+    rows_D = torch.arange(len(draft.d2t), device=draft.d2t.device)
+    wrong_D = draft.d2t.roll(1) + rows_D
+    draft.target_ids_D = wrong_D.clamp(0, draft.vocab_size - 1)
+    yield "shifted by one row", replace(case, draft=draft)
 
 
 def _no_prompt(case: Case) -> Cases:
-    lengths = [len(row.prompt_ids) - 1 for row in case.rows]
-    texts = [row.ids for row in case.rows]
-
     def sees(ids_BT: Tensor) -> Tensor:
         """Hide the prompt, up to the token answered first. Rows are known by their text."""
         sees_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-        for row, ids in enumerate(ids_BT.tolist()):
-            for text, length in zip(texts, lengths, strict=True):
-                if ids[: len(text) - 1] == text[:-1]:
-                    sees_BT[row, :length] = False
-                    break
-        return sees_BT[:, None].expand(-1, ids_BT.shape[1], -1)
+        for index, ids in enumerate(ids_BT.tolist()):
+            for row in case.rows:
+                if ids[: len(row.ids) - 1] == row.ids[:-1]:
+                    sees_BT[index, : len(row.prompt_ids) - 1] = False
+        return sees_BT[:, None]
 
     yield from _seeing(case, "the draft has not read it", sees)
 
@@ -120,17 +110,17 @@ def _window(case: Case) -> Cases:
     longest = max(len(row.ids) for row in case.rows)
     for halved in range(1, 5):  # windows are tried from half of the longest text down
         size = 1 << ((longest - 1).bit_length() - halved)
-        yield from _seeing(case, f"{size} tokens", partial(_recent, size))
 
+        def sees(ids_BT: Tensor, size: int = size) -> Tensor:
+            places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+            return (places_T[:, None] - places_T < size)[None]
 
-def _recent(size: int, ids_BT: Tensor) -> Tensor:
-    places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
-    return (places_T[:, None] - places_T < size).expand(len(ids_BT), -1, -1)
+        yield from _seeing(case, f"{size} tokens", sees)
 
 
 def _seeing(case: Case, detail: str, sees: Callable[[Tensor], Tensor]) -> Cases:
-    """Let a draft attend to itself, and only where `sees` of the ids `[B, T]`, a mask `[B, T, T]`,
-    allows it.
+    """Let a draft attend to itself, and only where `sees` of the ids `[B, T]` allows it: a mask
+    `[B, T, T]`, or of fewer rows for all.
     """
     draft: Any = copy.deepcopy(case.draft)
     allowed_BTT = torch.zeros(0, 0, 0, dtype=torch.bool)
@@ -138,7 +128,7 @@ def _seeing(case: Case, detail: str, sees: Callable[[Tensor], Tensor]) -> Cases:
     def allow(ids_BT: Tensor) -> None:
         nonlocal allowed_BTT
         itself_TT = torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
-        allowed_BTT = sees(ids_BT) | itself_TT
+        allowed_BTT = (sees(ids_BT) | itself_TT).expand(len(ids_BT), -1, -1)
 
     def mask_model(
         module: nn.Module, args: object, options: dict[str, Any]

@@ -73,8 +73,8 @@ class ServedAnswer:
     """One answer, with the prompt as the server read it.
 
     calls: target calls after the first token. drafted: number of drafted tokens. accepted_by_depth:
-    drafted tokens that were accepted, by position; None if the server does not say.
-    reached_by_depth: calls that verified a token at each position; None: those that accepted the
+    drafted tokens that were accepted, by position; none if the server does not say.
+    reached_by_depth: calls that verified a token at each position; none: those that accepted the
     one before. told: the settings of this answer, if the server tells them. counted: the number of
     answers that these counts are of; 0 if none came with it, or they are among another's.
     """
@@ -83,8 +83,8 @@ class ServedAnswer:
     output_ids: list[int]
     calls: int = 0
     drafted: int = 0
-    accepted_by_depth: list[int] | None = None
-    reached_by_depth: list[int] | None = None
+    accepted_by_depth: Sequence[int] = ()
+    reached_by_depth: Sequence[int] = ()
     told: JsonObject = field(default_factory=dict)
     counted: int = 1
 
@@ -128,7 +128,7 @@ class RunningServer:
 
     def draft_tokens(self, answers: list[ServedAnswer]) -> int:
         """Return the number of tokens drafted at a time. Raise InputError if nothing drafts."""
-        positions = max(len(answer.accepted_by_depth or ()) for answer in answers)
+        positions = max(len(answer.accepted_by_depth) for answer in answers)
         # llama.cpp drafts fewer tokens at the end of an answer.
         drafted = max(-(-answer.drafted // max(answer.calls, 1)) for answer in answers)
         if not drafted:
@@ -153,7 +153,7 @@ class RunningServer:
             self._count(answers, before)
         elif len(answers) == 1 and self.engine == "llamacpp":
             by_depth = _by_depth(self._counters(before))
-            answers[0] = replace(answers[0], accepted_by_depth=by_depth or None)
+            answers[0] = replace(answers[0], accepted_by_depth=by_depth)
         return answers
 
     def _answer(
@@ -228,9 +228,10 @@ class RunningServer:
             raise InputError(
                 f"--served {self.url}: drafts a tree; start it with --speculative-eagle-topk 1"
             )
-        calls = int(reply["meta_info"].get("spec_verify_ct") or 0)
-        drafted = calls * int(self.facts.get("speculative_num_steps") or 0)
-        return ServedAnswer(ids, reply["output_ids"], calls, drafted)
+        answered = reply["output_ids"]
+        verified = int(reply["meta_info"].get("spec_verify_ct") or 0)
+        drafted = verified * int(self.facts.get("speculative_num_steps") or 0)
+        return ServedAnswer(ids, answered, verified or len(answered) - 1, drafted)
 
     def _count(self, answers: list[ServedAnswer], before: Counter[str]) -> None:
         """Wait until vLLM's counters hold these answers, and give the longest of them all counts.
@@ -257,9 +258,9 @@ class RunningServer:
         longest = lengths.index(max(lengths))
         answers[longest] = replace(
             answers[longest],
-            calls=counts["drafts"] + max(0, left - emitted) * bool(counts["drafts"]),
+            calls=counts["drafts"] + max(0, left - emitted),
             drafted=counts["draft_tokens"],
-            accepted_by_depth=by_depth or None,
+            accepted_by_depth=by_depth,
             reached_by_depth=[counts["drafts"], *by_depth][: len(by_depth)],
             counted=len(answers),
         )

@@ -11,7 +11,7 @@ from draftsmith.core.sampling import Sampling
 from draftsmith.drafts.engine_commands import SERVING
 from draftsmith.drafts.load import kind_of, other_targets
 from draftsmith.pair import Pair
-from draftsmith.serving.asking import ServedPrompt
+from draftsmith.serving.asking import Load
 from draftsmith.serving.running_server import NAMES, RunningServer
 
 # How engines call a setting: the end of its name in what the server tells.
@@ -30,8 +30,8 @@ _CALLED = {
 }
 # Of these an engine needs so many at least.
 _ROOMS = ("longest text", "at once")
-# What differs here can be why less is accepted, or why texts are others.
-_EXPLAIN = ("method", "rule", "sampling", "prompts", "longest text", "draft's target", "cache")
+# What differs elsewhere can be why less is accepted, or why texts are others.
+_TOLD = ("dtype", "at once", "draft", "target", "version")
 # SGLang accepts more than its rule would below 1.
 _LENIENT = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 _SAMPLING = {
@@ -50,10 +50,12 @@ _SPELLED = {"all-f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The table's rows, and our verifier for the server's rule; None if it is not known."""
+    """The table's rows, and our verifiers for the rules that the server may follow; none if its
+    rule is not known.
+    """
 
     rows: list[JsonObject]
-    rule: str | None
+    rules: Sequence[str]
 
     @property
     def differing(self) -> list[str]:
@@ -61,7 +63,7 @@ class Settings:
         return [
             f"{row['setting']}: {row['server']} there, {row['assumed']} here"
             for row in self.rows
-            if row["state"] == "differs" and row["setting"] in _EXPLAIN
+            if row["state"] == "differs" and row["setting"] not in _TOLD
         ]
 
 
@@ -70,10 +72,10 @@ def measure_settings(
     pair: Pair,
     config: ServedConfig,
     sampling: Sampling,
-    asked: Sequence[ServedPrompt],
+    load: Load,
 ) -> Settings:
     """Compare the settings. Raise InputError for an option of another engine."""
-    answer = asked[0].answer
+    answer = load.answers[0]
     told = answer.told | server.facts
     said = {name: _said(told, ends) for name, ends in _CALLED.items()}
     for option in _OPTIONS:
@@ -83,22 +85,23 @@ def measure_settings(
                 raise InputError(f"{option}: is vLLM's; this is {NAMES[server.engine]}")
     kind = kind_of(pair.drafts["draft"])
     serving = SERVING[NAMES[server.engine].lower()].get(kind)
-    lenient = [f"{name} {told[name]}" for name in _LENIENT if told.get(name, 1.0) != 1.0]
-    words = [str(said[option]) for option in _OPTIONS if said[option]] + lenient
-    rule = None if lenient else _rule(server.engine, kind, said)
-    said["rule"] = ", ".join(words) or None
+    for name in _LENIENT:
+        if told.get(name, 1.0) != 1.0:
+            said["rejection_sample_method"] = f"{name} {told[name]}"
+    rules = _rules(server.engine, kind, said)
+    said["rule"] = ", ".join(str(said[option]) for option in _OPTIONS if said[option]) or None
     names = [name for name in _SAMPLING if name in answer.told]
-    names = names[: -3 if sampling.greedy else None]
     said["sampling"] = _short({name: told[name] for name in names}) or None
-    others = sum(list(each.prompt.ids) != each.answer.prompt_ids for each in asked)
-    said["prompts"] = f"{others} of {len(asked)} read as other tokens"
+    read = [answer.prompt_ids for answer in load.answers]
+    others = sum(list(prompt.ids) != ids for prompt, ids in zip(load.prompts, read, strict=True))
+    said["prompts"] = f"{others} of {len(read)} read as other tokens"
     said["draft's target"] = "; ".join(other_targets([config.draft], pair.target)) or None
     assumed: JsonObject = {
         "method": _spelled(serving.method if serving else kind),
-        "rule": said["rule"] or rule if rule else "no rule that is known here",
+        "rule": said["rule"] or " or ".join(rules) if rules else "none known",
         "sampling": _short({name: getattr(sampling, _SAMPLING[name]) for name in names}),
-        "prompts": f"0 of {len(asked)} read as other tokens",
-        "longest text": max(len(each.text.ids) for each in asked),
+        "prompts": f"0 of {len(read)} read as other tokens",
+        "longest text": max(len(text.ids) for text in load.texts),
         "draft's target": config.target,
         "dtype": dtype_name(pair.target),
         "cache": "auto",
@@ -110,12 +113,12 @@ def measure_settings(
     }
     for name in ("method", "dtype"):
         said[name] = _spelled(said[name])
-    return Settings([_row(name, said[name], value) for name, value in assumed.items()], rule)
+    return Settings([_row(name, said[name], value) for name, value in assumed.items()], rules)
 
 
 def _row(name: str, said: object, assumed: object) -> JsonObject:
     state = "same" if said == assumed else "differs"
-    if name in _ROOMS and int(str(said or 0)) >= int(str(assumed)):
+    if name in _ROOMS and isinstance(said, int) and said >= int(str(assumed)):
         state = "same"
     if said is None:
         state = "not told"
@@ -132,21 +135,23 @@ def _said(told: Mapping[str, object], ends: Sequence[str]) -> object:
 
 def _spelled(said: object) -> str | None:
     """Spell a method or dtype as vLLM does."""
-    if said is None:
-        return None
-    word = str(said).lower().replace("_", "-").replace(" ", "-")
+    word = str(said or "").lower().replace("_", "-").replace(" ", "-")
     word = word.removeprefix("none,").removeprefix("torch.")
-    return _SPELLED.get(word, word)
+    return _SPELLED.get(word, word) or None
 
 
-def _rule(engine: str, kind: str, said: Mapping[str, object]) -> str | None:
-    """Return our verifier for the server's rule; if it is not told, the one of the engine with
-    which it can accept most; None for a rule that is not known.
+def _rules(engine: str, kind: str, said: Mapping[str, object]) -> Sequence[str]:
+    """Return our verifiers for the server's rule: two if vLLM does not tell whether its drafts are
+    greedy, none for a rule that is not known.
     """
     rule = _RULES.get(str(said["rejection_sample_method"] or "standard"))
+    how = said["draft_sample_method"]
+    if rule is None:
+        return ()
     # vLLM 0.32 takes the likeliest tokens of Medusa heads whatever its settings say.
-    greedy = engine != "vllm" or kind == "medusa" or said["draft_sample_method"] == "greedy"
-    return "naive" if greedy and rule else rule
+    if engine != "vllm" or kind == "medusa" or how == "greedy":
+        return ("naive",)
+    return (rule,) if how else ("naive", rule)
 
 
 def _short(values: JsonObject) -> str:
