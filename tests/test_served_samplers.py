@@ -88,17 +88,25 @@ def cached(model: PreTrainedModel) -> Logits:
     return logits
 
 
-def in_four_bits(model: PreTrainedModel) -> Logits:
-    """A draft whose keys and values are rounded to 4 bits, with one scale."""
+def rounding(model: PreTrainedModel, levels: int) -> Logits:
+    """A draft whose keys and values are rounded to `levels` values on either side of 0."""
 
     def rounded(module: Any, args: Any, out: Tensor) -> Tensor:
-        scale = out.abs().amax() / 7
+        scale = out.abs().amax() / levels
         return (out / scale).round() * scale
 
     for name, module in model.named_modules():
         if name.endswith(("k_proj", "v_proj")):
             module.register_forward_hook(rounded)
     return cached(model)
+
+
+def in_four_bits(model: PreTrainedModel) -> Logits:
+    return rounding(model, 7)
+
+
+def in_three_bits(model: PreTrainedModel) -> Logits:
+    return rounding(model, 3)
 
 
 def windowed(model: PreTrainedModel) -> Logits:
@@ -149,7 +157,6 @@ class Case:
     server: dict[str, Any] = field(default_factory=dict)
     fresh: bool = False
     concurrency: Sequence[int] = ()
-    tokens: int = TOKENS
 
 
 OWN = "not this target's texts"
@@ -197,20 +204,15 @@ CASES = [
         "rule: probabilistic, relaxed there",
         told={"rejection_sample_method": "relaxed"},
     ),
+    # 4 bits cost this draft less than the 5 % that count.
+    Case("cache of the draft in 4 bits", "as predicted", "", draft=in_four_bits),
+    Case("cache of the draft in 3 bits", "less", "tokens per call, alone", draft=in_three_bits),
     Case(
-        "cache of the draft in 4 bits",
+        "cache of the draft in 3 bits, and told",
         "less",
-        "tokens per call, alone",
-        draft=in_four_bits,
-        tokens=112,
-    ),
-    Case(
-        "cache of the draft in 4 bits, and told",
-        "less",
-        "cache of the draft: q4_0 there",
-        draft=in_four_bits,
-        told={"kv_cache_dtype": "q4_0"},
-        tokens=112,
+        "cache of the draft: q3 there",
+        draft=in_three_bits,
+        told={"kv_cache_dtype": "q3"},
     ),
     Case("window", "less", "tokens per call, alone", draft=windowed),
     Case("another method", "less", "method: ngram there", draft=copies, told={"method": "ngram"}),
@@ -251,7 +253,7 @@ def test_a_server_with_one_fault(place, case):
                 case.target(models[0]),
                 case.draft(models[1]),
                 place.prompts,
-                case.tokens,
+                TOKENS,
                 case.rule,
                 case.temperature,
                 seed,
@@ -263,7 +265,7 @@ def test_a_server_with_one_fault(place, case):
             draft=str(place.path / "draft"),
             served=url,
             prompts=str(place.path / "prompts.jsonl"),
-            max_new_tokens=case.tokens,
+            max_new_tokens=TOKENS,
             temperature=case.temperature,
             concurrency=list(case.concurrency),
             device="cpu",
