@@ -239,9 +239,9 @@ SEEN = [
 
 @pytest.mark.parametrize("case", SEEN)
 def test_a_server_with_one_fault(place, case):
-    told = {
-        "vllm_config": {"speculative_config": {"draft_sample_method": "probabilistic"} | case.told}
-    }
+    speculative = {"draft_sample_method": "probabilistic"} | case.told
+    cache = {"cache_dtype": "auto"}
+    told = {"vllm_config": {"cache_config": cache, "speculative_config": speculative}}
     with drafting("vllm", place.pair, told=told, **case.server) as (url, server):
         pools: list[dict[tuple[int, ...], Any]] = []
         for seed in range(3 if case.fresh else 1):
