@@ -144,7 +144,7 @@ def measure(
     """
     decoders: dict[Widths, SpeculativeDecoder] = {(): SpeculativeDecoder(target, compile=compile)}
     watch = _Stopwatch(target.device)
-    proposer = watch.beside(draft or _Free(1, target.device))
+    proposer = watch.beside(draft) if draft else _Free(1, target.device)
     for widths in FREE if draft is None else SHAPES:
         if len(widths) <= (proposer.deepest or 8) and (trees or max(widths) == 1):
             tree = kary(widths)
