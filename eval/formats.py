@@ -27,6 +27,11 @@ def number(value: float | None, digits: int = 3, *, sign: bool = False) -> str:
     return text.lstrip("+-") if float(text) == 0 else text.replace("-", MINUS)
 
 
+def times(speedup: float | None, rough: bool) -> str:
+    """A speedup. rough: timed on a busy machine."""
+    return f"~{number(speedup, 1)}" if rough else number(speedup, 2)
+
+
 def with_interval(
     figure: Figure | None, digits: int = 3, *, sign: bool = False, scale: float = 1.0
 ) -> str:

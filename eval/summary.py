@@ -8,12 +8,14 @@ from typing import Any
 
 from draftsmith.decode.method import OWN_TREE
 from draftsmith.drafts.draft_sources import JOINED
+from draftsmith.drafts.engine_commands import decode_command
 from draftsmith.eval.decision import Decision, decide
 from draftsmith.eval.formats import (
     KIND_TITLES,
     named_set,
     number,
     text_table,
+    times,
     tree_name,
     with_interval,
     with_seeds,
@@ -27,7 +29,7 @@ from draftsmith.eval.schema import ModelRow
 @dataclass(frozen=True)
 class Lead:
     """The head of a report. command: what `todo` says, ready to paste. changes: a title, and a line
-    for each kind of sets.
+    for each kind of sets. remarks: reasons to trust the figures less.
     """
 
     decision: Decision
@@ -39,6 +41,7 @@ class Lead:
     changes: list[str]
     lossless: str
     temperature: float
+    remarks: list[str]
 
 
 def lead(results: ResultsTable) -> Lead:
@@ -57,6 +60,7 @@ def lead(results: ResultsTable) -> Lead:
         changes=_changes(results, decision, temperature),
         lossless=_lossless(results),
         temperature=temperature,
+        remarks=[remark["text"] for remark in results.document["remarks"]],
     )
 
 
@@ -99,7 +103,7 @@ def summary(results: ResultsTable) -> dict[str, Any]:
             "todo": head.todo,
             "command": head.command,
         },
-        "remarks": [remark["text"] for remark in results.document["remarks"]],
+        "remarks": head.remarks,
         "peak_memory_bytes": results.document["clock"]["peak_memory_bytes"],
         "rows": results.select("alpha", "gain", "transfer", "tau", "tau_predicted", "speedup"),
     }
@@ -109,7 +113,8 @@ def _headline(results: ResultsTable, decision: Decision) -> str:
     values = {"draft": "", "speed": "", "where": decision.where}
     if decision.setting is not None:
         speeds = [row["value"] for row in decision.paying] or [0.0]
-        low, high = number(min(speeds), 2), number(max(speeds), 2)
+        rough = any(results.busy(row["set"], row["temperature"]) for row in decision.paying)
+        low, high = times(min(speeds), rough), times(max(speeds), rough)
         values["draft"] = decision.setting.draft
         values["speed"] = low if low == high else f"{low} to {high}"
     elsewhere = "" if results.domains("ood") else said("elsewhere")
@@ -140,17 +145,16 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
     """What to do next, by its key, and the command that does it."""
     document = results.document
     target = document["models"]["target"]["name"]
-    decode = ["draftsmith", "decode", "--target", target]
     command = document["provenance"]["command"]
     config = document["config"]
     if decision.setting and decision.temperature is not None:
         setting = decision.setting
         model = document["models"][setting.draft]
-        decode += decode_options(model, setting.tree, config.get("compile"))
-        decode += ["--verifier", setting.rule, "--temperature", f"{decision.temperature:g}"]
-        return decision.verdict, shlex.join([*decode, "--prompt", "TEXT"])
+        options = decode_options(model, setting.tree, config.get("compile"))
+        options += ["--verifier", setting.rule, "--temperature", f"{decision.temperature:g}"]
+        return decision.verdict, decode_command(target, command, options)
     if decision.verdict == "reject":
-        return "reject", shlex.join([*decode, "--prompt", "TEXT"])
+        return "reject", decode_command(target, command, [])
     if "--states" in shlex.split(command):
         evaluate = ["draftsmith", "eval", "--target", target, "--draft", *config["draft"]]
         return "from_states", shlex.join([*evaluate, "--id", "PROMPTS", "--out", "DIR"])

@@ -195,6 +195,8 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
         "base": "base",
         "drafts": ["base", "mine"],
         "suites": [{"name": "code"}],
+        "remarks": [{"about": "busy_machine", "text": "the machine was busy"}],
+        "provenance": {"command": "draftsmith eval --target T --dtype bfloat16"},
         "rows": [
             {
                 "figure": figure,
@@ -220,7 +222,7 @@ def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path
     assert "0.1992" not in body and "held out while training" not in body
     with golden.raises():
         cards.add_results(str(checkpoint), str(file), "other")
-    for part in ("base", "drafts", "suites", "rows"):
+    for part in ("base", "drafts", "suites", "rows", "remarks", "provenance"):
         file.write_text(json.dumps({key: results[key] for key in results.keys() - {part}}))
         with golden.raises():
             cards.add_results(checkpoint, file, "mine")

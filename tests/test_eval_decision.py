@@ -1,17 +1,23 @@
 """The verdict: what the timings allow to say, how often that is wrong, and in which words."""
 
+import html
+import shlex
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from draftsmith.config import DecodeConfig
+from draftsmith.core.command_line import parse
 from draftsmith.core.errors import RequirementError
+from draftsmith.drafts.cards import checkpoint_card
 from draftsmith.eval.bootstrap import holm, signs
 from draftsmith.eval.counts import Tally, Where
 from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.figures import FIGURES, estimate, rows_as_json
+from draftsmith.eval.report.page import render_page
 from draftsmith.eval.results import Results
-from draftsmith.eval.summary import lead, lines
+from draftsmith.eval.summary import lead, lines, summary
 from tests.results_made_up import BASE, BOTH, made_up, model_row, view
 
 TREES = ("chain:2", "kary:2,1")
@@ -112,6 +118,28 @@ def test_an_interval_beside_1_decides_on_a_busy_machine_too(speed, verdict, gold
     unsure = timed(everywhere("mine", "chain:2", UNSURE), busy=list(BOTH))
     (line,) = unmet(unsure, "speedup[prose T=1 tree=chain:2] > 1")
     golden(line)
+
+
+def test_the_command_and_the_remarks_are_the_same_wherever_they_stand():
+    results = timed(everywhere("mine", "chain:2", FAST), busy=["prose"])
+    remark = "the machine was busy; treat speeds as rough"
+    results.document["remarks"] = [{"about": "busy_machine", "text": remark}]
+    results.document["config"]["compile"] = True
+    how = "--device cpu --dtype bfloat16 --top_p 0.9 --quantize_draft nf4"
+    results.document["provenance"]["command"] = f"draftsmith eval --seed 3 {how}"
+    head = lead(results)
+    assert "~1.4" in head.headline
+    # It runs what was measured, and decode takes it.
+    config, _ = parse(DecodeConfig, "decode", shlex.split(head.command)[2:])
+    assert (config.dtype, config.device, config.top_p) == ("bfloat16", "cpu", 0.9)
+    assert (config.quantize_draft, config.compile, config.tree) == ("nf4", True, "chain:2")
+    shown = summary(results)
+    assert shown["decision"]["command"] == head.command and shown["remarks"] == [remark]
+    page = html.unescape(render_page(results))
+    assert head.command in page and page.count(remark) == 1
+    assert f"{head.todo}: {head.command}" in lines(results)
+    card = checkpoint_card({"kind": "draft-lm", "target": "T"}, results.document, "mine")
+    assert how in card and remark in card
 
 
 def unmet(results, requirement):

@@ -17,7 +17,7 @@ from draftsmith.core.hub import PLACEHOLDER, cached
 from draftsmith.core.io import JsonObject, checksums, read_json, write_sealed, write_text_atomic
 from draftsmith.core.records import RECORD, RESULTS_SCHEMA
 from draftsmith.core.sources import is_hub_name
-from draftsmith.drafts.engine_commands import SERVING
+from draftsmith.drafts.engine_commands import SERVING, decode_command
 
 _MEASURED = {
     "heldout_alpha": "alpha: expected acceptance of one drafted token, teacher-forced on the "
@@ -71,7 +71,10 @@ def checkpoint_card(
     _, serve = SERVING["vllm"]["draft"].commands("draft", target, PLACEHOLDER, 4)
     measured = [key for key in _MEASURED if key in record]
     values: JsonObject = {} if results is None else _evaluated(results, draft or "")
+    measured_by = "" if results is None else results["provenance"]["command"]
+    options = ["--draft", PLACEHOLDER]
     values |= {
+        "decode": decode_command(target, measured_by, options, "Once upon a time"),
         "heldout": [(_MEASURED[key], f"{record[key]:.4f}") for key in measured],
         "vllm": serve,
         "is_lm": is_lm,
@@ -125,7 +128,7 @@ def add_results(checkpoint: str | Path, results: str | Path, draft: str) -> None
     """
     checkpoint = Path(checkpoint)
     record = read_json(checkpoint / "draftsmith.json", "the record of a draft checkpoint")
-    parts = ("base", "drafts", "suites", "rows")
+    parts = ("base", "drafts", "suites", "rows", "remarks", "provenance")
     document = read_json(Path(results), "the results of `draftsmith eval`", parts)
     if document.get("schema_version") != RESULTS_SCHEMA:
         raise InputError(f"{results}: made by another version; evaluate again")

@@ -1,13 +1,36 @@
-"""The commands that serve a target with a draft on other engines."""
+"""The commands that serve a target with a draft, by draftsmith and on other engines."""
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from draftsmith.drafts.tables import read_table
 
 DRAFT_TOKENS = 4
+# What `decode` takes of an evaluation or a plan: without it, other models are run, or otherwise.
+_TAKEN = """
+    device dtype revision trust_remote_code chat_template target_device_map quantize
+    top_k top_p min_p repetition_penalty presence_penalty frequency_penalty
+    quantize_draft heterogeneous_vocab
+""".split()
+
+
+def decode_command(
+    target: str, measured_by: str, options: Sequence[str], prompt: str = "TEXT"
+) -> str:
+    """The `draftsmith decode` that runs what was measured. measured_by: the command that did it, as
+    `core.options.command_line` writes it.
+    """
+    words = ["draftsmith", "decode", "--target", target, *options]
+    given = shlex.split(measured_by)
+    # Alone, a target takes no options of drafts.
+    for key in _TAKEN if options else _TAKEN[:-2]:
+        option = f"--{key}"
+        if option in given:
+            words += [option, given[given.index(option) + 1]]
+    return shlex.join([*words, "--prompt", prompt])
 
 
 @dataclass(frozen=True)

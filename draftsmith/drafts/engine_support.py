@@ -74,18 +74,12 @@ def judge(pair: Pair, config: DoctorConfig) -> list[Support]:
     return verdicts
 
 
-def loading(verdicts: Sequence[Support]) -> list[str]:
-    """The engines that serve a pair."""
-    return [verdict.engine for verdict in verdicts if verdict.serves]
-
-
-def takers(verdicts: Sequence[Support], what: str) -> str:
-    """Say which engines take a draft; if none does, why."""
-    engines = loading(verdicts)
-    if engines:
-        return f"{what} runs in {', '.join(engines)}"
+def refused_by_all(verdicts: Sequence[Support]) -> str:
+    """Say why no engine serves a head; empty if one does."""
+    if any(each.serves for each in verdicts):
+        return ""
     reasons = "; ".join(f"{each.engine}: {each.reason}" for each in verdicts)
-    return f"no engine loads {what} ({reasons}); decode it with draftsmith"
+    return f"no engine loads this head ({reasons}); decode it with draftsmith"
 
 
 def _support(

@@ -10,6 +10,7 @@ from draftsmith.eval.formats import (
     memory,
     named_set,
     number,
+    times,
     tree_name,
     with_seeds,
 )
@@ -72,7 +73,7 @@ def first_rows(results: ResultsTable, decision: Decision, temperature: float) ->
                 figure = str(row["figure"])
                 line[HEADINGS.get(figure, figure)] = _text(row)
                 if figure == "speedup" and results.busy(row["set"] or row["kind"], temperature):
-                    line["speed"] = f"~{number(row['value'], 1)}"
+                    line["speed"] = times(row["value"], rough=True)
         lines.append(line)
     return _filled(lines, COLUMNS)
 

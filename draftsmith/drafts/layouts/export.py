@@ -24,7 +24,7 @@ from draftsmith.core.runs import hold, record_finished
 from draftsmith.drafts.config import DoctorConfig, ExportConfig
 from draftsmith.drafts.draft_vocabulary import draft_vocabulary, write_draft_vocabulary
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken, path_trap
-from draftsmith.drafts.engine_support import judge, loading, named, takers
+from draftsmith.drafts.engine_support import judge, named, refused_by_all
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.store import write_tensors
 from draftsmith.drafts.layouts import gguf_file, mtp_checkpoint
@@ -118,8 +118,8 @@ def _remarks(config: ExportConfig, source: Source) -> list[str]:
         target = str(source.target_name)
         model = named(target, source.target.config, source.tokenizer)
         verdicts = judge(Pair((model,), source), DoctorConfig(target=target, draft=source.name))
-        if not loading(verdicts):
-            remarks.append(takers(verdicts, "this head"))
+        if refused := refused_by_all(verdicts):
+            remarks.append(refused)
         remarks += [each.reason for each in verdicts if "EAGLE-3.1 needs" in each.reason]
     if source.kind == "draft" and (ids_D := draft_vocabulary(source.draft)) is not None:
         remarks.append(
