@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from draftsmith.eval.bootstrap import LEVEL, half_width, signs
-from draftsmith.eval.formats import listed, sign
+from draftsmith.eval.formats import listed
 from draftsmith.eval.results_table import FigureRow, ResultsTable
 
 Outcome = Literal["ship", "ship_for", "reject", "cannot_tell"]
@@ -56,8 +56,10 @@ class Cell:
         """The tokens that a step takes if they are surely more than every draft needs, else
         those.
         """
-        clear = sign(self.cost, SAVES_NOTHING) == 1
-        return float(self.cost["value"]) if self.cost and clear else SAVES_NOTHING
+        cost = self.cost
+        if cost and (cost["low"] or 0.0) > SAVES_NOTHING:
+            return float(cost["value"])
+        return SAVES_NOTHING
 
     @property
     def low(self) -> float:

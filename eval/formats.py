@@ -68,13 +68,6 @@ def kept(transfer: Figure | None, gain: Figure) -> str:
     return f"{number(share, 0)} %" if share >= 0 else f"{number(lost, 1)} points lost"
 
 
-def sign(figure: Figure | None, null: float = 0.0) -> int | None:
-    """1 or -1 if the interval leaves out `null`, 0 if it does not, None if there is no interval."""
-    if figure is None or figure["low"] is None or figure["high"] is None:
-        return None
-    return int(figure["low"] > null) - int(figure["high"] < null)
-
-
 def memory(value: int) -> str:
     """Bytes in decimal units."""
     size = float(value)
