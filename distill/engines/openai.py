@@ -290,8 +290,10 @@ class OpenAIEngine(Engine):
                 self._spent_tokens += answered.spent
                 self._last_answer = time.monotonic()
                 if self.states is not None:
-                    answer_ids = answered.answer.response_ids
-                    self.states.take(answered.states, request, answer_ids, server.url)
+                    answer = answered.answer.response_ids
+                    ids = (*request.prompt_ids, *answer)
+                    drawn = len(answer) if request.sampling.temperature <= 1 else 0
+                    self.states.take(answered.states, request.key.row, ids, drawn, server.url)
                 return answered.answer
             finally:
                 asyncio.get_running_loop().call_later(pause_s, self._free.put_nowait, slot)

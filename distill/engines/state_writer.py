@@ -10,7 +10,6 @@ Legend: T tokens, L layers, H hidden size.
 import fcntl
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -25,9 +24,6 @@ from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
 from draftsmith.drafts.state_likelihood import StateLikelihood
-
-if TYPE_CHECKING:
-    from draftsmith.distill.engines import AnswerRequest
 
 CONNECTOR: JsonObject = {"kv_connector": "ExampleHiddenStatesConnector"}
 # What a request says, so that the states of the answer are written too.
@@ -98,22 +94,17 @@ class StateWriter:
         assert self.files is not None
         return self.files.layers_of(ids) >= set(self.layers)
 
-    def take(
-        self, path: str | None, request: "AnswerRequest", answer_ids: Sequence[int], server: str
-    ) -> None:
-        """Take in and delete the file of a request. Raise RunError for states that cannot be those
-        of its tokens.
+    def take(self, path: str | None, row: int, ids: Sequence[int], drawn: int, server: str) -> None:
+        """Take in and delete the file of a request. ids: prompt and answer. drawn: how many of the
+        last ones the target drew at temperature 1 or below. Raise RunError for states that cannot
+        be those of the tokens.
         """
         if path is None:
             raise RunError("states: the engine wrote none; docs/large-targets.md says how to serve")
-        row = request.key.row
-        ids: Sequence[int] = (*request.prompt_ids, *answer_ids)
         found = taken(Path(path))
         states_LTH = found["hidden_states"].transpose(0, 1).contiguous()
         if wrong := self._why_wrong(found["token_ids"].tolist(), states_LTH, ids):
             raise RunError(f"states: {server}: the file of {len(ids) - 1} tokens {wrong}")
-        # Below temperature 1 the target draws what is likelier still.
-        drawn = len(answer_ids) if request.sampling.temperature <= 1 else 0
         if row in self.rows:
             ids = self.rows.pop(row)
             drawn = 0

@@ -92,7 +92,9 @@ class VLLMEngine(Engine):
                 answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
                 if self.states is not None:
                     path = (output.kv_transfer_params or {}).get("hidden_states_path")
-                    self.states.take(path, request, drawn.token_ids, "the engine")
+                    ids = (*request.prompt_ids, *drawn.token_ids)
+                    own = len(drawn.token_ids) if request.sampling.temperature <= 1 else 0
+                    self.states.take(path, request.key.row, ids, own, "the engine")
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
         if self._k:
