@@ -30,7 +30,6 @@ STAGES = {
     "head": f"train --kind eagle --head.noise 0.2 --target TARGET {TRAIN} --out out",
     "eval": f"eval --target TARGET --draft a=DRAFT --id b=PROMPTS {EVAL} --bootstrap 100 --out out",
     "decode": f"decode {PAIR} {SAMPLED} --out out/rows.jsonl",
-    "init": "init --target TARGET --method prune --num_layers 1 --out out",
 }
 OUT = Path("out")
 Files = dict[str, bytes]
@@ -153,8 +152,8 @@ STOPS = {
     "Ctrl-C": (CHANGES, interrupt, 130, ": interrupted"),
     "full disk": (("fsync",), full, 1, "(No space left on device); fix that and run the same"),
 }
-# `decode` would still hold its lock in this process; `init` is done at once.
-STOPPED = [(stage, how) for how in STOPS for stage in STAGES if stage != "init"]
+# `decode` would still hold its lock in this process.
+STOPPED = [(stage, how) for how in STOPS for stage in STAGES]
 STOPPED.remove(("decode", "Ctrl-C"))
 
 
