@@ -462,6 +462,7 @@ def _expected(
     ]
     if brief:
         return counts
+    counts.append(decoded(method, "calls_variance", predicted["variance"]))
     by_depth = {"expected_accepted": "accepted_by_depth", "expected_reached": "reached_by_depth"}
     for key, of in by_depth.items():
         counts += at_depths(method, key, predicted[of])  # type: ignore[literal-required]

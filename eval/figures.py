@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, Resamples
 from draftsmith.eval.counts import TARGET
+from draftsmith.eval.predict import away_of_run
 from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums, over
 
 if TYPE_CHECKING:
@@ -145,7 +147,30 @@ class MeanOfPrompts:
         return Sampled(np.array([math.nan if mean is None else mean]))
 
 
-Figure = Ratio | Over | Minus | Quotient | MeanOfPrompts
+@dataclass(frozen=True)
+class OneRun:
+    """A ratio, between the bounds that it has in a run over as many other prompts."""
+
+    above: str
+    below: str
+    variance: str
+    meaning: str
+
+    def keys(self, sums: Sums) -> list[Key]:
+        return sums.keys(self.variance)
+
+    def of(self, sums: Sums, key: Key) -> Sampled:
+        pair = PromptSums(sums.prompts(key, self.above), sums.prompts(key, self.below))
+        where = f"{sums.set or sums.kind}/{key.temperature}"
+        seed = row_seed(sums.draw.seed, f"run/{key.draft}/{key.tree} {key.rule}/{where}")
+        variance_P = sums.prompts(key, self.variance)
+        away_R = away_of_run(pair, variance_P, sums.picks[self.below], seed)
+        most = sums.draw.most_tokens.get(key.tree or "", math.inf)
+        value = pair.pooled or math.nan
+        return Sampled(np.array([value, *(value + away_R)]), 1.0, most)
+
+
+Figure = Ratio | Over | Minus | Quotient | MeanOfPrompts | OneRun
 
 _ALPHA = Ratio(
     "alpha",
@@ -229,6 +254,13 @@ FIGURES: dict[str, Figure] = {
         "expected_calls",
         "tau without decoding: tokens of the target's own answers over the target calls that they "
         "would be expected to take, from the acceptance of every token at every depth.",
+    ),
+    "tau_run": OneRun(
+        "expected_tokens",
+        "expected_calls",
+        "calls_variance",
+        "tau_predicted, between the bounds in which tau of one run over as many prompts falls in "
+        "at least 95 % of cases.",
     ),
     "accept_predicted": Ratio(
         "expected_accepted", "expected_reached", "accept as predicted with tau."

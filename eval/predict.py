@@ -13,6 +13,7 @@ the text, not a power of alpha.
 * Block verification, given the text, accepts a prefix of i tokens with chance min over j <= i of
   min(1, Q_j / P_j). Q_j and P_j are the joint probabilities of its first j tokens (from Sun et al.
   2024, arXiv 2403.10444, where w(i) keeps i).
+* Intervals: `eval.bootstrap`'s over prompts for the expectation; `away_of_run` for one run.
 * Not predicted: trees that grow, because what they keep depends on tokens beside the text; the
   rules greedy, kseq and typical.
 
@@ -31,6 +32,7 @@ from numpy.typing import NDArray
 from draftsmith.core.settings import Sampling
 from draftsmith.decode import VERIFIERS, Tree, TreeShape
 from draftsmith.decode.method import Method
+from draftsmith.eval.bootstrap import PromptSums, Resamples, pooled_ratios
 
 Floats = NDArray[np.float64]
 # A head is unrolled once per depth, so that longer ones cost it time; those that are decoded are
@@ -39,11 +41,12 @@ LONGEST_CHAIN = 8
 
 
 class PredictedCounts(TypedDict):
-    """Expected per prompt: target calls, and by depth the steps that accepted and that reached it
-    (`decode.stats.DecodeStats`).
+    """Expected per prompt: target calls, their variance given the text, and by depth the steps that
+    accepted and that reached it (`decode.stats.DecodeStats`).
     """
 
     target_calls: list[float]
+    variance: list[float]
     accepted_by_depth: list[list[float]]
     reached_by_depth: list[list[float]]
 
@@ -217,7 +220,7 @@ def _counted(accepted: Floats, offered: Floats, inside_PL: NDArray[np.bool_]) ->
     """
     # Steps by the tokens they emit, the target's own included: 1 .. depth + 1.
     ends = dict(enumerate(accepted[:-1] - accepted[1:], 1))
-    calls_P = _calls(ends, inside_PL)
+    calls_PL, square_PL = _calls(ends, inside_PL)
     visits_PL = _visits(ends, inside_PL)
     left_PL = inside_PL.sum(1, keepdims=True) - np.arange(inside_PL.shape[1])
     accepted_by_depth = []
@@ -226,23 +229,29 @@ def _counted(accepted: Floats, offered: Floats, inside_PL: NDArray[np.bool_]) ->
         accepted_by_depth.append((visits_PL * accepted[depth]).sum(1))
         reached_PL = visits_PL * offered[depth] * (left_PL >= depth)
         reached_by_depth.append(reached_PL.sum(1))
+    variance_P = square_PL[:, 0] - calls_PL[:, 0] ** 2
     return PredictedCounts(
-        target_calls=calls_P.tolist(),
+        target_calls=calls_PL[:, 0].tolist(),
+        variance=np.maximum(variance_P, 0.0).tolist(),
         accepted_by_depth=np.stack(accepted_by_depth, 1).tolist(),
         reached_by_depth=np.stack(reached_by_depth, 1).tolist(),
     )
 
 
-def _calls(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
-    """Expected target calls for each text, by those from each position to its end."""
+def _calls(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """Expected target calls from each position to the end of the text, and of their square."""
     prompts, longest = inside_PL.shape
     calls_PL = np.zeros((prompts, longest + len(ends) + 1))
+    square_PL = np.zeros_like(calls_PL)
     for t in range(longest - 1, -1, -1):
         later_P = np.zeros(prompts)
+        later_square_P = np.zeros(prompts)
         for j, end in ends.items():
             later_P += end[:, t] * calls_PL[:, t + j]
+            later_square_P += end[:, t] * square_PL[:, t + j]
         calls_PL[:, t] = inside_PL[:, t] * (1 + later_P)
-    return calls_PL[:, 0]
+        square_PL[:, t] = inside_PL[:, t] * (1 + 2 * later_P + later_square_P)
+    return calls_PL, square_PL
 
 
 def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
@@ -254,3 +263,22 @@ def _visits(ends: dict[int, Floats], inside_PL: NDArray[np.bool_]) -> Floats:
         for j, end in ends.items():
             visits_PL[:, t + j] += visits_PL[:, t] * end[:, t]
     return visits_PL[:, :longest]
+
+
+def away_of_run(
+    sums: PromptSums, variance_P: Sequence[float] | Floats, picks: Resamples, seed: int
+) -> Floats:
+    """The differences `[R]` of the tau of a run over as many prompts from the predicted one.
+
+    sums: predicted tokens over target calls. variance: of those calls. Both sides vary: the
+    prediction by its texts, the run by its own texts and by what it accepts. So they are two
+    independent resamples of prompts, and the run's has normal noise with the variance of its calls.
+    For a run over the same prompts an interval of these differences covers more than 95 %.
+    """
+    rng = np.random.default_rng(seed)
+    again_RP = picks.weights_RP[rng.permutation(len(picks.weights_RP))]
+    noise_R = np.sqrt(again_RP @ np.array(variance_P)) * rng.standard_normal(len(again_RP))
+    calls_R = again_RP @ sums.denominator_P + noise_R
+    ran_R = (again_RP @ sums.numerator_P) / np.maximum(calls_R, 1e-9)
+    away_R: Floats = ran_R - pooled_ratios(sums, picks)
+    return away_R

@@ -48,6 +48,7 @@ def made_up():
                 "whole_s": [1.0],
                 "expected_tokens": [10, 20],
                 "expected_calls": [5.0, 7.5],
+                "calls_variance": [0.5, 0.25],
             }
             for key, values in counts.items():
                 tally.append(decoded, key, groups, values)
@@ -95,6 +96,7 @@ def test_every_figure_is_known_by_hand(rows):
     assert value(rows, "accept", "old", tree="chain:2", depth=1) == 11 / 13
     assert value(rows, "accept", "old", tree="chain:2", depth=2) == 6 / 11
     assert value(rows, "tau_predicted", "old", tree="chain:2") == 30 / 12.5
+    assert value(rows, "tau_run", "old", tree="chain:2") == 30 / 12.5
     assert value(rows, "tokens_per_s", TARGET) == 10
     assert value(rows, "speedup", "old", tree="chain:2") == (10 / 0.5) / (20 / 2.0)
     assert value(rows, "speedup_with_prompt", "old", tree="chain:2") == (10 / 1) / (20 / 2.5)

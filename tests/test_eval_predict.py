@@ -114,6 +114,7 @@ def _agree(
     found, ran = of_method(predicted, method), of_method(decoded, method)
     if sampling.greedy:
         assert found["expected_calls"] == pytest.approx(ran["calls"], abs=1e-9)
+        assert max(found["calls_variance"]) < 1e-9
     for one, other in (("expected_accepted", "accepted_here"), ("expected_reached", "reached")):
         both = (at_depth(predicted, one, method), at_depth(decoded, other, method))
         for depth, pair in enumerate(zip(*both, strict=True)):

@@ -50,6 +50,7 @@ def of_acceptance(rng: np.random.Generator, prompts: int) -> Iterator[Count]:
     for method in chains(greedy=False):
         yield decoded(method, "expected_tokens", positions)
         yield decoded(method, "expected_calls", rng.uniform(20, 64, prompts).tolist())
+    yield decoded(CHAIN, "calls_variance", rng.uniform(0, 9, prompts).tolist())
     reached = rng.uniform(0, 30, (prompts, 4)).tolist()
     yield from at_depths(CHAIN, "expected_accepted", reached)
     yield from at_depths(CHAIN, "expected_reached", reached)
