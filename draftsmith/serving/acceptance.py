@@ -76,13 +76,13 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     acceptance: list[JsonObject] = []
     replays: list[JsonObject] = []
     # Of the rules that the server may follow, take the one that predicts its counts best.
-    away = {}
-    for rule in settings.rules:
-        case = replace(case, rule=rule)
-        away[rule] = abs(_Compared.of(alone, replay(case, tokens)).away["value"] or 0.0)
+    replayed = {rule: replay(replace(case, rule=rule), tokens) for rule in settings.rules}
+    away = {
+        rule: abs(_Compared.of(alone, of).away["value"] or 0.0) for rule, of in replayed.items()
+    }
     for load in loads if away else ():
         case = replace(case, rows=load.texts, rule=min(away, key=away.__getitem__))
-        predicted = replay(case, tokens)
+        predicted = replayed[case.rule] if load is alone else replay(case, tokens)
         counts = _Compared.of(load, predicted)
         row = counts.row(f"tokens per call, {load.name}")
         acceptance.append(row | {"tokens/s": load.tokens_per_s})
