@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -23,6 +24,7 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.core.models import vocabulary_size
 from draftsmith.core.penalties import Seen, penalised
+from draftsmith.core.prompts import Prompt
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
 from draftsmith.core.state_store import StoredStates, cached_layers
@@ -56,7 +58,9 @@ from draftsmith.eval.text_figures import TEXT_VALUES, text_values
 # Logits held at once, as a number of elements (256 MiB in fp32). Fewer rows are read at once to
 # fit.
 MAX_LOGITS = 2**26
-
+# Prompts of a set whose likelihood is taken, and their first tokens: enough to tell text from none.
+_READ = 16
+_LONGEST = 256
 
 # Traces of the next token, and all whose sums are counts.
 OF_NEXT = ("alpha", "greedy", "match", "missing", *TEXT_VALUES)
@@ -476,3 +480,17 @@ def _is_read(draft: AnyDraft, method: Method) -> bool:
     # A stop ends a copy by its counts, which the traces do not hold.
     stops = isinstance(method.shape, Tree) and method.shape.stop > 0
     return not (isinstance(draft, JoinedDraft) and stops)
+
+
+@torch.inference_mode()
+def prompt_nats(target: PreTrainedModel, prompts: Sequence[Prompt]) -> list[Count]:
+    """Count the nats of the first prompts under the target."""
+    nats = []
+    tokens = []
+    for prompt in prompts[:_READ]:
+        ids_1T = torch.tensor([prompt.ids[:_LONGEST]], device=target.device)
+        logits_1TV = target(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T)).logits
+        losses_T = cross_entropy(logits_1TV[0, :-1].float(), ids_1T[0, 1:], reduction="none")
+        nats.append(float(losses_T.sum()))
+        tokens.append(len(losses_T))
+    return [Count("prompt_nats", nats), Count("prompt_tokens", tokens)]

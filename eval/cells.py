@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from itertools import product
 from typing import Any, Literal, TypeVar
 
+from draftsmith.core.distilled_sets import repeats
 from draftsmith.core.io import hash_json
 from draftsmith.core.models import eos_ids
 from draftsmith.core.progress import Advance, Tick, no_tick, progress
@@ -18,7 +19,7 @@ from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval.absent_target import Answers
-from draftsmith.eval.alpha import measure_alphas
+from draftsmith.eval.alpha import measure_alphas, prompt_nats
 from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where, of_method
 from draftsmith.eval.facts import identity, machine
 from draftsmith.eval.formulas import Continuation
@@ -100,11 +101,16 @@ class Evaluation:
         for suite, _ in parts:
             total += min(timed, len(suite.prompts)) * (1 + runs)
         with progress("eval", total) as self.advance:
+            every = []
             for suite, sampling in parts:
                 baseline = self._read(suite, sampling)
                 self._count(suite, sampling, baseline)
-            for suite, sampling in parts if timed else ():
-                self._time(suite, sampling)
+                # A text that repeats itself is drafted fast by anything.
+                outputs = enumerate(baseline["output_ids"])
+                every.append([number for number, ids in outputs if not repeats(ids)])
+            for (suite, sampling), numbers in zip(parts, every, strict=True):
+                if numbers[:timed]:
+                    self._time(suite, sampling, numbers[:timed])
 
     @cached_property
     def groups(self) -> dict[str, list[int]]:
@@ -112,12 +118,17 @@ class Evaluation:
         return prompt_groups(self.suites)
 
     def _append(
-        self, run: str, suite: Suite, sampling: Sampling, counts: Sequence[Sequence[Any]]
+        self,
+        run: str,
+        suite: Suite,
+        sampling: Sampling,
+        counts: Sequence[Sequence[Any]],
+        prompts: Sequence[int] | None = None,
     ) -> None:
         """Add the counts of a cell to the table. run: a draft, or the target."""
         draft, seed = draft_and_seed(run)
         where = Where(draft, seed, suite.name, suite.kind, sampling.temperature)
-        self.tally.extend(where, self.groups[suite.name], counts)
+        self.tally.extend(where, self.groups[suite.name], counts, prompts)
 
     def _decides(self, what: str, suite: Suite, sampling: Sampling) -> Decides:
         return {
@@ -151,11 +162,14 @@ class Evaluation:
         task, decides = self._decoding(suite, sampling)
         if self.answers is None:
             baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+            self._append(TARGET, suite, sampling, prompt_nats(self.pair.target, suite.prompts))
         else:
             baseline = self.answers.baselines[suite.name]
             decides["answers"] = hash_json(baseline)
+        outputs = baseline["output_ids"]
         written = [
-            Count("tokens", [len(ids) for ids in baseline["output_ids"]]),
+            Count("tokens", [len(ids) for ids in outputs]),
+            Count("looping", [len(ids) if repeats(ids) else 0 for ids in outputs]),
             Count("stopped", [int(reason == "stop") for reason in baseline["finish_reason"]]),
         ]
         self._append(TARGET, suite, sampling, written)
@@ -220,11 +234,13 @@ class Evaluation:
 
         return {name: of(name)["counts"] for name in cells}
 
-    def _time(self, suite: Suite, sampling: Sampling) -> None:
+    def _time(self, suite: Suite, sampling: Sampling, numbers: Sequence[int]) -> None:
+        """Time the prompts of these numbers."""
         config = self.request.config
+        prompts = [suite.prompts[number] for number in numbers]
         methods = self.request.asked
         decides = self._decides("speed", suite, sampling) | {
-            "prompts": config.speed_prompts,
+            "prompts": numbers,
             "drafts": {name: identity(self.models[name]) for name in self.drafts},
             "methods": [method.facts for method in methods],
             "machine": machine(self.pair.target),
@@ -232,7 +248,6 @@ class Evaluation:
         if config.compile:
             decides["compile"] = True
         task = self._task(suite, sampling, 1)
-        prompts = suite.prompts[: config.speed_prompts]
         task = replace(task, prompts=prompts, compile=bool(config.compile))
         runs = 1 + self.request.runs
         timed: TimedCounts = self.cell(
@@ -243,7 +258,7 @@ class Evaluation:
             who="main" if groups() == launched() else "all",
         )
         for run, counts in timed["runs"]:
-            self._append(run, suite, sampling, counts)
+            self._append(run, suite, sampling, counts, numbers)
         _, alone_counts = timed["runs"][0]
         alone = of_method(map(Count._make, alone_counts))
         pairs = zip(alone["decode_s"], alone["timed_tokens"], strict=True)

@@ -91,6 +91,7 @@ def at_depths(method: Method, key: str, rows_PD: Sequence[Sequence[float]]) -> l
 class _Column(NamedTuple):
     where: Where
     key: str
+    prompts_P: npt.NDArray[np.int32]
     groups_P: npt.NDArray[np.int32]
     values_P: Floats
 
@@ -102,22 +103,32 @@ class Tally:
     counts: list[_Column] = field(default_factory=list)
 
     def append(
-        self, where: Where, key: str, groups_P: Sequence[int], values_P: npt.ArrayLike
+        self,
+        where: Where,
+        key: str,
+        groups_P: Sequence[int],
+        values_P: npt.ArrayLike,
+        prompts: Sequence[int] | None = None,
     ) -> None:
-        """Add one count of the first prompts of a set. groups: the group of every prompt."""
+        """Add one count of some prompts of a set, by default the first. groups: of every prompt."""
         values = np.asarray(values_P, np.float64)
-        groups = np.asarray(groups_P[: len(values)], np.int32)
-        self.counts.append(_Column(where, key, groups, values))
+        numbers = np.asarray(prompts or range(len(values)), np.int32)
+        groups = np.asarray(groups_P, np.int32)[numbers]
+        self.counts.append(_Column(where, key, numbers, groups, values))
 
     def extend(
-        self, where: Where, groups_P: Sequence[int], counts: Iterable[Sequence[Any]]
+        self,
+        where: Where,
+        groups_P: Sequence[int],
+        counts: Iterable[Sequence[Any]],
+        prompts: Sequence[int] | None = None,
     ) -> None:
         """Add the counts of a cell, as it was read. where: what is common to them."""
         for count in map(Count._make, counts):
             here = where._replace(
                 tree=count.tree, rule=count.rule, depth=count.depth, part=count.part
             )
-            self.append(here, count.key, groups_P, count.values_P)
+            self.append(here, count.key, groups_P, count.values_P, prompts)
 
     def table(self) -> "DataFrame":
         """Return the counts as a DataFrame with `COLUMNS`; those that name things are
@@ -129,7 +140,7 @@ class Tally:
         counts = pandas.DataFrame(named, columns=list(KEYS)).astype("category")
         lengths = [len(count.values_P) for count in self.counts]
         table = counts.loc[counts.index.repeat(lengths)].reset_index(drop=True)
-        table["prompt"] = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+        table["prompt"] = np.concatenate([count.prompts_P for count in self.counts])
         table["group"] = np.concatenate([count.groups_P for count in self.counts])
         table["value"] = np.concatenate([count.values_P for count in self.counts])
         return table[list(COLUMNS)]

@@ -282,6 +282,17 @@ FIGURES: dict[str, Figure] = {
     "latency_s_per_token": Ratio(
         "decode_s", "timed_tokens", "Seconds per token at batch 1, without the prefill."
     ),
+    "looping": Ratio(
+        "looping",
+        "tokens",
+        "Share of the tokens of the target's answers that are in answers which repeat themselves: "
+        "half of their runs of four tokens occurred before. These are not timed.",
+    ),
+    "prompt_nats": Ratio(
+        "prompt_nats",
+        "prompt_tokens",
+        "Minus the log-probability of a prompt's token under the target, from the second on.",
+    ),
     "confidence": Ratio(
         "sure", "drafted_mass", "By tenth of the draft's confidence: the mean confidence."
     ),

@@ -21,7 +21,7 @@ from draftsmith.eval.formats import (
     with_seeds,
 )
 from draftsmith.eval.report import said
-from draftsmith.eval.report.tables import MOST_ROWS, first_rows
+from draftsmith.eval.report.tables import MOST_ROWS, first_rows, of_figures
 from draftsmith.eval.results_table import ResultsTable
 from draftsmith.eval.schema import ModelRow
 
@@ -83,7 +83,8 @@ def table(results: ResultsTable, head: Lead) -> list[str]:
     more = len(rows) - MOST_ROWS
     if more > 0:
         found.append(f" and {more} more rows in the report")
-    return found
+    texts = of_figures(results, "texts")
+    return found + (text_table(texts.title, texts.rows) if texts.rows else [])
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:

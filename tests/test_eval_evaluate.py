@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from draftsmith.cli.commands import run
 from draftsmith.core.errors import RequirementError, RunError
+from draftsmith.core.prompts import Prompt
 from draftsmith.decode import SpeculativeDecoder
+from draftsmith.eval.alpha import prompt_nats
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.results import Results
 from draftsmith.eval.run import evaluate
@@ -334,3 +337,43 @@ def test_steps_are_timed_as_they_are_served(world, summary, tmp_path, monkeypatc
     assert set(ran) == {True}
     cells = Path(recorded.out).glob("cells/*")
     assert sum("decode_s" in path.read_text() for path in cells) == 2 * len(timed)
+
+
+def test_texts_that_repeat_themselves_are_counted_and_not_timed(world, tmp_path, monkeypatch):
+    # In place of the rule.
+    monkeypatch.setattr("draftsmith.eval.cells.repeats", lambda ids: ids[0] % 2 == 0)
+    options = {"draft": world.draft[1:], "tree": ["chain:2"], "speed_prompts": 4}
+    results = evaluate(replace(world, out=str(tmp_path), **options))
+    counts = results.counts[results.counts["draft"] == "target"]
+    keys = ["set", "temperature", "prompt"]
+    looping = counts[counts["key"] == "looping"].set_index(keys)
+    timed = counts[counts["key"] == "timed_tokens"].set_index(keys)
+    loops = looping["value"] > 0
+    assert loops.any() and not loops.all()
+    assert not loops[timed.index].any()
+    assert (timed["group"] == looping["group"][timed.index]).all()
+    for name, temperature in product(("prose", "code"), (0.0, 1.0)):
+        others = int((~loops[name, temperature]).sum())
+        here = timed.index.isin([name], level=0) & timed.index.isin([temperature], level=1)
+        assert here.sum() == min(4, others)
+        tokens = counts[(counts["key"] == "tokens") & (counts["set"] == name)]
+        tokens = tokens[tokens["temperature"] == temperature]["value"].sum()
+        row = results.figure("looping", "target", name, temperature)
+        assert row and row["value"] == looping["value"][name, temperature].sum() / tokens
+
+
+def test_prompts_have_the_nats_that_they_have_under_the_target(world):
+    target = tiny_llama(0, VOCAB)
+    target.lm_head.weight.data *= 40
+    written = target.generate(torch.tensor([[3], [4], [5]]), max_new_tokens=20, do_sample=False)
+    random = torch.randint(3, VOCAB, written.shape, generator=torch.Generator().manual_seed(0))
+    nats = []
+    for ids in (written, random):
+        prompts = [Prompt(str(n), "default", tuple(row)) for n, row in enumerate(ids.tolist())]
+        found, tokens = prompt_nats(target, prompts)
+        assert tokens.values_P == [ids.shape[1] - 1] * 3
+        logprobs = target(input_ids=ids).logits.log_softmax(-1)
+        own = logprobs[:, :-1].gather(2, ids[:, 1:, None]).sum((1, 2))
+        assert found.values_P == pytest.approx((-own).tolist(), rel=1e-4)
+        nats.append(sum(found.values_P) / sum(tokens.values_P))
+    assert 2 * nats[0] < nats[1]

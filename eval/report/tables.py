@@ -46,7 +46,7 @@ class Table:
 
 def tables(results: ResultsTable) -> list[Table]:
     """The tables of a report but the first; one with no rows is left out."""
-    found = [_of_figures(results, name) for name in WORDS["tables"]]
+    found = [of_figures(results, name) for name in WORDS["tables"]]
     found += [_suites(results), _models(results)]
     return [table for table in found if table.rows]
 
@@ -120,7 +120,7 @@ def _filled(lines: Sequence[Line], columns: Sequence[str]) -> list[Line]:
     return filled
 
 
-def _of_figures(results: ResultsTable, name: str) -> Table:
+def of_figures(results: ResultsTable, name: str) -> Table:
     """A table of some figures: of every set and of all sets of a kind, or by part of the text."""
     words = WORDS["tables"][name]
     parts = name == "part"
