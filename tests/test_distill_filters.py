@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from draftsmith.core.distilled_sets import described
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import Answer
 from draftsmith.distill.filters import Suites, why_dropped
@@ -144,3 +145,8 @@ def test_they_are_skipped_and_counted_and_part_of_what_the_set_is(
     door.refused(*words)
     for wrong in ("=fox.jsonl", "fox="):
         door.refused(*words[:-2], wrong, "--out", "o")
+
+
+def test_a_set_without_rows_is_described():
+    empty = {"counts": {"rows": 0}, "texts": {"prompts": 0}}
+    assert described(empty) == ["it has no rows"]

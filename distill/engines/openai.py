@@ -17,7 +17,6 @@ import httpx2
 from draftsmith.core.errors import InputError, RunError
 from draftsmith.core.prompts import room_for_prompts
 from draftsmith.core.ranks import say
-from draftsmith.core.settings import Sampling
 from draftsmith.core.tokenization import Tokenizer
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.engines import (
@@ -80,8 +79,6 @@ class OpenAIEngine(Engine):
             vocabulary=len(tokenizer),
             teacher=config.teacher_top_k,
             states=config.states is not None,
-            reshaped=bool(config.teacher_top_k)
-            and (bool(config.mixture()) or self.sampling.sampling != Sampling()),
         )
         if config.states is not None:
             self.states = StateWriter(config)

@@ -84,9 +84,8 @@ class NoAnswer(Exception):
 @dataclass(frozen=True)
 class Completion:
     """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
-    teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. reshaped:
-    whether teacher rows are to come with answers that are drawn from another distribution than the
-    target's own. ends_at_once: ask for the end of an answer alone.
+    teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. ends_at_once: ask
+    for the end of an answer alone.
     """
 
     model: str
@@ -98,7 +97,6 @@ class Completion:
     vocabulary: int
     teacher: int = 0
     states: bool = False
-    reshaped: bool = False
     ends_at_once: bool = False
 
 
@@ -303,7 +301,8 @@ class Server:
         dialect works or the server cannot draw from the distribution that the options ask for.
         """
         ids = tuple(encode_text(completion.tokenizer, "The"))
-        request = AnswerRequest(Key(0, 0, 0), ids, seed=1, sampling=completion.sampling)
+        sampling = _SHARP if completion.teacher else completion.sampling
+        request = AnswerRequest(Key(0, 0, 0), ids, seed=1, sampling=sampling)
         trial = replace(completion, max_new_tokens=_TRIAL_TOKENS, ignore_eos=False)
         reason = ""
         for dialect in _candidates(completion, owners):
@@ -312,9 +311,6 @@ class Server:
                     answered = await self.ask(client, trial, request, dialect)
                     if answered.states is not None:
                         taken(Path(answered.states))
-                    if completion.reshaped:
-                        sharp = replace(request, sampling=_SHARP)
-                        answered = await self.ask(client, trial, sharp, dialect)
                     self._measure(answered.answer)
                 except NoAnswer as failure:
                     unknown = failure.garbled or not failure.retry or failure.status in (404, 405)

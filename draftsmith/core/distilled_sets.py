@@ -28,6 +28,8 @@ def described(manifest: JsonObject) -> list[str]:
     if not (texts := manifest.get("texts")):
         return [*lines, "its texts were not measured when it was made"]
     rows = manifest["counts"]["rows"]
+    if not rows:
+        return [*lines, "it has no rows"]
     different = f"{texts['different']} different answers"
     if texts["different"] == texts["prompts"] < rows:
         different += " (the samples of each prompt are equal"
