@@ -84,8 +84,8 @@ class NoAnswer(Exception):
 @dataclass(frozen=True)
 class Completion:
     """What all requests of a run share. vocabulary: tokens of the tokenizer. teacher: length of the
-    teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. ends_at_once: ask
-    for the end of an answer alone.
+    teacher rows, 0 for no teacher rows. states: whether vLLM writes hidden states. ends_at_once:
+    ask for the end of an answer alone.
     """
 
     model: str
