@@ -306,12 +306,15 @@ class BatchRun:
         self._first = False
         return self._emit(judged, proposal.names or [None] * len(self.batch))
 
-    def _follows(self, u_BU: Tensor | None) -> bool:
+    def _follows(self, proposal: Proposal, u_BU: Tensor | None) -> bool:
         """Whether the rule comes to the target's own tokens, and they are judged on the host."""
-        if u_BU is not None:
-            return self.parts.proposer is None and not self.parts.compile
+        if self.parts.compile:
+            return False
+        if self.parts.proposer is None:
+            return True
         on_cpu = self.runner.device.type == "cpu"
-        return self._is_known and on_cpu and not self.parts.compile
+        lossless = self._is_known and self.parts.verifier.lossless
+        return on_cpu and lossless and (u_BU is None or proposal.nodes == 1)
 
     def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> Judged:
         """Score a proposal and judge it; see `decode.step`."""
@@ -329,10 +332,12 @@ class BatchRun:
         least = self._least
         most_copied = self.num_copied
         checks = self._first
-        if self._follows(u_BU):
-            scored = score(forward, question, scoring, least)
-            return by_own_tokens(proposal, scored, sampling, u_BU)
         verifier = self._rule_for(proposal)
+        if self._follows(proposal, u_BU):
+            scored = score(forward, question, scoring, least)
+            if u_BU is not None:
+                u_BU = self._of_root(verifier, u_BU, proposal.num_copied)
+            return by_own_tokens(proposal, scored, sampling, u_BU)
 
         def judge(question: Question, u_BU: Tensor | None) -> Ruled:
             scored = score(forward, question, scoring, least)
@@ -342,6 +347,15 @@ class BatchRun:
         name = ("verify", forward.name, scoring, verifier.name)
         ruled = self.runner.call(name, judge, question, u_BU)
         return on_host(proposal, ruled, nodes)
+
+    def _of_root(self, verifier: Verifier, u_BU: Tensor, copied: int) -> Tensor:
+        """The uniforms `[B, 1 + C]` of a root without children and of the copies below it."""
+        most = u_BU.shape[1] - self.num_copied
+        at = verifier.root_uniform % most
+        root_B1 = u_BU[:, at : at + 1]
+        if not copied:
+            return root_B1
+        return torch.cat([root_B1, u_BU[:, most : most + copied]], dim=1)
 
     def _last_B1(self) -> Tensor:
         return torch.tensor([[row.last] for row in self.batch], device=self.runner.device)

@@ -84,6 +84,8 @@ def score(forward: BlockForward, question: Question, sampling: Sampling, least: 
     drafted_BN = proposal.whole_BM[:, 1:].clamp(min=least)
     tokens_BM = torch.cat([question.last_B1, drafted_BN], dim=1)
     logits_BMV, states = forward.run(tokens_BM, question.block)
+    if question.seen is None and question.noise_BDV is None:
+        return Scored(logits_BMV, states)
     tree = beside(proposal.tree, proposal.num_copied)
     if question.seen is not None:
         at = question.seen.in_tree(proposal.whole_BM, tree.sees_RMM)
@@ -98,8 +100,8 @@ def score(forward: BlockForward, question: Question, sampling: Sampling, least: 
 def by_own_tokens(
     proposal: Proposal, scored: Scored, sampling: Sampling, u_BU: Tensor | None
 ) -> Judged:
-    """Follow the target's most probable tokens; with uniforms, draw one for roots below which there
-    is nothing.
+    """Follow the target's most probable tokens. With uniforms, one for the root and one for each
+    copied token, follow those that they draw; nothing but copies is drafted then.
     """
     logits_BMV = scored.logits_BMV
     if u_BU is None:
@@ -107,10 +109,8 @@ def by_own_tokens(
         own_BM = best.indices[..., 0]
         largest_BM = best.values[..., 0]
     else:
-        p_BV = probs(logits_BMV[:, 0], sampling)
-        u_B = u_BU[:, 0].to(p_BV.device)
-        own_B = draw(p_BV, u_B)
-        own_BM = own_B.unsqueeze(1)
+        p_BMV = probs(logits_BMV, sampling)
+        own_BM = draw(p_BMV, u_BU)
         largest_BM = logits_BMV.amax(2)
     own = own_BM.tolist()
     copied = [row[proposal.nodes :] for row in own]

@@ -6,6 +6,7 @@ a process runs they stay as they are, so that the same seed gives the same text.
 
 import os
 import platform
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from draftsmith.core import __version__
 from draftsmith.core.errors import InputError
 from draftsmith.core.io import hash_json, read_json, write_json_atomic
 from draftsmith.core.models import dtype_name, fingerprint
@@ -25,6 +27,9 @@ from draftsmith.decode.propose.lookup_first import LookupFirst
 from draftsmith.decode.step_costs import Curve, StepCosts, measure
 from draftsmith.drafts.load import Draft, draft_fingerprint
 
+# Two measurements at once would time each other.
+_MEASURING = threading.Lock()
+
 
 def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Proposer) -> Costs:
     """Return the costs of a pair's steps by sampling; read or measured once a process."""
@@ -32,7 +37,7 @@ def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Propo
     draft = beside if drafts else None
 
     @cache
-    def costs_of(greedy: bool) -> StepCosts:
+    def measured(greedy: bool) -> StepCosts:
         # Hashing reads all weights.
         pair = [
             fingerprint(target),
@@ -43,6 +48,7 @@ def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Propo
             torch.get_num_threads(),
             platform.node(),
             torch.__version__,
+            __version__,
             greedy,
         ]
         home = os.environ.get("XDG_CACHE_HOME") or f"{os.environ.get('HOME', os.devnull)}/.cache"
@@ -51,15 +57,20 @@ def kept_costs(target: PreTrainedModel, drafts: Sequence[Draft], proposer: Propo
             return found
         say("auto: measuring what steps cost; later runs have it")
         trees = trees_fit(target, beside)
-        measured = measure(target, draft, Sampling(temperature=0.0 if greedy else 1.0), trees=trees)
+        sampling = Sampling(temperature=0.0 if greedy else 1.0)
+        costs = measure(target, draft, sampling, trees=trees)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomic(file, asdict(measured))
+            write_json_atomic(file, asdict(costs))
         except OSError as error:
             say(f"auto: {file}: cannot be kept ({error})")
-        return measured
+        return costs
 
-    return lambda sampling: costs_of(sampling.greedy)
+    def costs_at(sampling: Sampling) -> StepCosts:
+        with _MEASURING:
+            return measured(sampling.greedy)
+
+    return costs_at
 
 
 def _read(file: Path) -> StepCosts | None:

@@ -407,7 +407,7 @@ def test_parts_of_ones_own_are_passed_as_objects(pair, draft_dir):
 
 def test_lookup_comes_before_the_drafts_of_a_pair(pair):
     text = "the quick fox and the quick dog and the quick fox"
-    options = {"proposer": "prompt_lookup", "max_new_tokens": 24}
+    options = {"proposer": "prompt_lookup", "max_new_tokens": 24, "tree": "chain:2"}
     joined = pair.generate(text, **options)
     alone = pair.generate(text, draft=[], **options)
     assert joined.output_ids == alone.output_ids

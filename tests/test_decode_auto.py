@@ -12,6 +12,7 @@ from draftsmith.decode import (
     LookupFirst,
     SpeculativeDecoder,
 )
+from draftsmith.decode.batch_run import BatchRun
 from draftsmith.decode.propose import acceptance, choosing
 from draftsmith.decode.propose.choosing import chooser, name_of, relative_cost
 from draftsmith.decode.propose.prompt_lookup import PromptLookupProposer
@@ -30,6 +31,8 @@ GREEDY = Sampling(temperature=0.0)
 SAMPLED = Sampling(temperature=0.9)
 CHEAP = StepCosts({1: 1.0, 2: 1.02, 3: 1.05, 5: 1.1, 9: 1.2}, 0.1, {1: 0.05, 4: 0.08})
 NEAR = StepCosts({1: 1.0, 2: 1.15, 3: 1.3, 5: 1.6, 9: 2.2}, 0.2, {1: 0.15, 4: 0.2})
+# A draft that pays only if most of it is accepted.
+SLOW = StepCosts(NEAR.target, 0.7, {1: 0.7, 4: 0.7})
 DEAR = StepCosts({1: 1.0, 2: 2.0, 3: 3.0, 5: 5.0, 9: 9.0}, 0.5, {1: 0.5, 4: 0.5})
 
 
@@ -58,7 +61,7 @@ def wavering(monkeypatch):
     """Little is believed in advance, and pauses are short: choices follow the newest places."""
     monkeypatch.setattr(acceptance, "PRIOR", 0.3)
     monkeypatch.setattr(choosing, "GAIN", 1.0)
-    monkeypatch.setattr(choosing, "PAUSE", 1)
+    monkeypatch.setattr(choosing, "TRIAL", 10.0)
     monkeypatch.setattr(choosing, "LONGEST_PAUSE", 3)
 
 
@@ -99,6 +102,16 @@ def test_above_temperature_0_a_row_chooses_by_itself(name, verifier):
         assert alone.stats == together[row].stats
     chosen = {name for each in together for name in each.stats.chosen}
     assert len(chosen) > 1
+
+
+@pytest.mark.usefixtures("wavering")
+@pytest.mark.parametrize("verifier", ["exact", "naive", "block", "mcsd", "speculative", "kseq"])
+def test_steps_without_a_tree_are_judged_on_the_host_as_by_the_rule(monkeypatch, verifier):
+    made = decoder("both", SLOW, verifier=verifier)
+    found = run(made, PROMPTS, SAMPLED, range(4))
+    assert any("lookup" in name for each in found for name in each.stats.chosen)
+    monkeypatch.setattr(BatchRun, "_follows", lambda *_: False)
+    assert run(made, PROMPTS, SAMPLED, range(4)) == found
 
 
 @pytest.mark.usefixtures("wavering")
@@ -206,6 +219,7 @@ def test_a_copy_is_longer_than_a_short_head_drafts(sampling, monkeypatch):
     assert "lookup:8" in row.stats.chosen
 
 
+@pytest.mark.usefixtures("wavering")
 def test_steps_without_a_draft_keep_no_distributions(monkeypatch):
     kept = []
     catch_up = choosing.ChoosingSession._catch_up
@@ -215,8 +229,8 @@ def test_steps_without_a_draft_keep_no_distributions(monkeypatch):
         catch_up(session)
 
     monkeypatch.setattr(choosing.ChoosingSession, "_catch_up", watched)
-    run(decoder("eagle3", DEAR), [PROMPTS[0]], SAMPLED, [0])
-    assert len(kept) > 10 and not any(outcome.p_BMV.numel() for outcome in kept)
+    run(decoder("eagle3", SLOW), [PROMPTS[0]], SAMPLED, [0])
+    assert kept and not any(outcome.p_BMV.numel() for outcome in kept)
 
 
 def test_a_proposer_of_ones_own_drafts_as_it_was_made():

@@ -47,11 +47,12 @@ LONG_MATCH = 8
 COPY_PRIOR = (0.5, 0.9)
 # What is thought of a draft of which nothing is known: a useless one should cost little.
 UNKNOWN = 0.3
-# Change only for so much more, and look again after so many steps.
+# Change only for so much more, and choose again after so many steps.
 GAIN = 1.03
 LOOK = 2
-# Steps without the draft until it is tried again; twice as many each time that it does not pay.
-PAUSE = 16
+# While no draft is best, a trial of the draft may cost this share of the steps before it; half as
+# much each time that it does not pay.
+TRIAL = 0.01
 LONGEST_PAUSE = 512
 # Candidates drawn behind the second stay less often.
 LATER = (1.0, 1.7, 2.3)
@@ -115,7 +116,7 @@ class Past:
         self.drafted = NOTHING
         self.promised = 0.0
         self.rest = 0
-        self.pause = PAUSE
+        self.trials = 0
         self.pausing = False
 
     def step(self, prices: Prices) -> None:
@@ -141,28 +142,31 @@ class Past:
     def _look(self, prices: Prices) -> None:
         """Choose anew what is drafted, and for how many steps."""
         rates = self.draft.by_depth()
-        promised = {
-            choice: self.draft.tokens(choice.widths, rates) / seconds
-            for choice, seconds in prices.items()
-            if not choice.copied
-        }
+        promised: dict[Choice, float] = {}
+        for choice, seconds in prices.items():
+            # A tree that would not pay if all of it were accepted is not tried.
+            could_pay = seconds <= prices[NOTHING] * (1 + len(choice.widths))
+            if could_pay and not choice.copied:
+                promised[choice] = self.draft.tokens(choice.widths, rates) / seconds
         best = max(promised, key=promised.__getitem__)
-        if promised[best] > GAIN * promised[self.best]:
+        if promised[best] > GAIN * promised.get(self.best, 0.0):
             self.best = best
-            self.pause = PAUSE
+            self.trials = 0
         self.drafted = self.best
         self.promised = promised[self.best]
         self.rest = LOOK
         if self.best != NOTHING or len(promised) == 1:
             return
+        del promised[NOTHING]
+        trial = max(promised, key=promised.__getitem__)
         if self.pausing:
             self.draft.fade()
-            del promised[NOTHING]
-            self.drafted = max(promised, key=promised.__getitem__)
+            self.drafted = trial
             self.rest = 1
+            self.trials += 1
         else:
-            self.rest = self.pause
-            self.pause = min(2 * self.pause, LONGEST_PAUSE)
+            pause = (prices[trial] / prices[NOTHING] - 1) / TRIAL
+            self.rest = min(int(pause * 2**self.trials) + 1, LONGEST_PAUSE)
         self.pausing = not self.pausing
 
 
@@ -275,7 +279,7 @@ class ChoosingSession(Session):
             session.watched = 4
             self.draft = session
         self.unread: list[Outcome] = []
-        self.proposal = nothing(setup, len(self.texts))
+        self.proposal = self.empty = nothing(setup, len(self.texts))
         self.copies: list[list[int]] = []
         self.choices: list[Choice] = []
 
@@ -294,9 +298,7 @@ class ChoosingSession(Session):
             self.copies.append(copy)
             self.choices.append(past.choose(len(copy), matching >= LONG_MATCH, self.prices))
         drafted = tuple(sorted({choice.widths for choice in self.choices if choice.widths}))
-        self.proposal = nothing(self.setup, len(self.texts))
-        if drafted:
-            self.proposal = self._drafted(drafted, u_BN)
+        self.proposal = self._drafted(drafted, u_BN) if drafted else self.empty
         pairs = zip(self.copies, self.choices, strict=True)
         copies = [copy[: choice.copied] for copy, choice in pairs]
         names = [choice.name for choice in self.choices]
@@ -361,6 +363,7 @@ class ChoosingSession(Session):
         self._catch_up()
         self.texts = [self.texts[row] for row in rows]
         self.pasts = [self.pasts[row] for row in rows]
+        self.empty = nothing(self.setup, len(rows))
         self._price()
         if self.draft is not None:
             self.draft.select_rows(rows)
@@ -390,16 +393,19 @@ class ChoosingSession(Session):
                     past.draft.read_siblings(1.0, [float(rank < k) for k in (2, 3, 4)])
             return
         tree_row = row if proposal.tree.rows > 1 else 0
-        groups = proposal.tree.groups_RM[tree_row, nodes] * proposal.drafts
-        p_LV = outcome.p_BMV[row, nodes]
-        q_LV = proposal.q_BEV[row, groups]
-        alphas = torch.minimum(p_LV, q_LV).sum(-1).tolist()
-        for depth, alpha in enumerate(alphas):
-            past.draft.read(depth, alpha)
+        groups = proposal.tree.groups_RM[tree_row].tolist()
+        p_MV = outcome.p_BMV[row]
+        q_EV = proposal.q_BEV[row]
+        alphas: list[float] = []
+        for depth, node in enumerate(nodes):
+            q_V = q_EV[groups[node] * proposal.drafts]
+            alphas.append(float(torch.minimum(p_MV[node], q_V).sum()))
+            past.draft.read(depth, alphas[depth])
         if not past.rest:
+            root_q_1V = q_EV[:1]
             first = proposal.tokens_BM[row, 1]
-            left_1V = residual(p_LV[:1], q_LV[:1])
-            others_1V = without(q_LV[:1], first.view(1, 1))
+            left_1V = residual(p_MV[:1], root_q_1V)
+            others_1V = without(root_q_1V, first.view(1, 1))
             second = min(float(torch.minimum(left_1V, others_1V).sum()), 1.0)
             chances = [1 - (1 - second) ** power for power in LATER]
             past.draft.read_siblings(1.0 - alphas[0], chances)

@@ -48,7 +48,8 @@ class Verifier:
     the target's fp32 distributions at every node, `[B, M, V]`, and float64 uniforms
     `[B, uniforms(tree)]`; at temperature 0 these are None and p is one-hot, so that every lossless
     rule comes to `exact`. shared_noise: above temperature 0 too, target and draft take their most
-    probable tokens, once noise by seed and place was added.
+    probable tokens, once noise by seed and place was added. root_uniform: which uniform draws the
+    token of a root without children.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Verifier:
     uniforms: Callable[["TreeBatch"], int] = uniforms_per_depth
     predicted: Literal["by token", "by rank", "by path"] | None = None
     shared_noise: bool = False
+    root_uniform: int = -1
     run: Rule
 
     def check(self, tree: TreeShape, drawing: Drawing | None, drafts: int = 1) -> None:
@@ -120,6 +122,7 @@ _RULES = (
         # they were chosen.
         drawings=("without_replacement", "top_and_one", "with_replacement", "deterministic"),
         predicted="by rank",
+        root_uniform=0,
         run=_in("exact", "exact"),
     ),
     Verifier(
@@ -132,6 +135,7 @@ _RULES = (
         several_drafts=True,
         drawings=_ANY,
         predicted="by token",
+        root_uniform=0,
         run=_in("exact", "exact"),
     ),
     Verifier(
