@@ -1,11 +1,12 @@
-"""Law 7 in one table: each stage is killed, stopped, and left without room on the disk at every
-moment at which its files change. Started again, it ends with the bytes of a run that nothing
-happened to.
+"""Law 7 in one table: each stage is killed, stopped, left without room on the disk, and its files
+damaged, at every moment at which they change. Started again, it ends with the bytes of a run that
+nothing happened to, or names the damaged file.
 """
 
 import errno
 import json
 import os
+import random
 import shutil
 import signal
 from contextlib import contextmanager
@@ -116,12 +117,14 @@ def put_back(files):
 LONG = ("train", "head")
 
 
-@pytest.mark.parametrize(
+every_stage = pytest.mark.parametrize(
     "stage",
     [pytest.param(stage, marks=pytest.mark.slow(20) if stage in LONG else ()) for stage in STAGES],
 )
-def test_killed_at_any_moment(stage, start):
-    """What a process leaves when it is killed is what lies on the disk at that moment."""
+
+
+def moments_of(stage, start):
+    """Run it; what lay on the disk at each moment at which a file changed."""
     moments: dict[int, Files] = {}
 
     def keep():
@@ -130,13 +133,50 @@ def test_killed_at_any_moment(stage, start):
 
     with at_each(CHANGES, keep):
         assert start(stage)[0] == 0
-    whole = made()
     assert len(moments) > 1
-    for files in moments.values():
+    return list(moments.values())
+
+
+@every_stage
+def test_killed_at_any_moment(stage, start):
+    """What a process leaves when it is killed is what lies on the disk at that moment."""
+    moments = moments_of(stage, start)
+    whole = made()
+    for files in moments:
         put_back(files)
         code, err = start(stage)
         assert code == 0, err
         assert made() == whole, sorted(files)
+
+
+# Files that a later run trusts; a person reads the others.
+TRUSTED = (".safetensors", ".parquet", ".npy", ".json", ".sha256", ".partial", ".answers.jsonl")
+FLIPS = 20
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_flipped_bit_is_made_good_or_named(stage, start):
+    """At any moment, in any file that a later run trusts."""
+    moments = [*moments_of(stage, start), found()]
+    whole = made()
+    draw = random.Random(0)
+    for _ in range(FLIPS):
+        files = dict(draw.choice(moments))
+        names = [name for name in files if name.endswith(TRUSTED) and files[name]]
+        if not names:
+            continue
+        name = draw.choice(names)
+        content = bytearray(files[name])
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        put_back(files | {name: bytes(content)})
+        code, err = start(stage)
+        if code:
+            # Of checkpoints, when none of them is whole, the directory.
+            place = name if "/checkpoints/" not in name else "out/run/checkpoints"
+            assert place in err.splitlines()[-1], f"{name}: {err}"
+        else:
+            assert made() == whole, name
 
 
 def full():
