@@ -11,7 +11,6 @@ from tests.conftest import EOS_IDS, tiny_tokenizer
 from tests.tiny_models import redrawn
 
 CPU = ["--device", "cpu"]
-LAYERS = "Qwen3NextForCausalLM has layers of type 'linear_attention', which cannot verify a tree"
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +47,17 @@ def test_a_hybrid_target_from_answers_to_decoding(
     drafts = [f"eagle={tmp_path / 'eagle'}", f"lm={tmp_path / 'lm'}"]
     door.ok(
         *["eval", *target, "--draft", *drafts, "--id", f"own={prompts_file}"],
-        *f"--tree none --max_new_tokens 6 --max_prompts 4 --out {tmp_path}/eval".split(),
+        *"--tree chain:2 --speed_prompts 2 --max_new_tokens 6 --max_prompts 4 --out".split(),
+        tmp_path / "eval",
     )
     rows = json.loads((tmp_path / "eval" / "results.json").read_text())["rows"]
     alphas = {row["draft"]: row["value"] for row in rows if row["figure"] == "alpha"}
     assert alphas.keys() == {"eagle", "lm"} and all(0 < alpha < 1 for alpha in alphas.values())
+    assert [row for row in rows if row["figure"] == "speedup"]
+    plan = ["plan", *target, *f"--draft {draft_dir} --prompts {prompts_file}".split()]
+    door.ok(*plan, *"--max_new_tokens 6 --confirm_prompts 2 --out".split(), tmp_path / "plan.json")
+    candidates = json.loads((tmp_path / "plan.json").read_text())["candidates"]
+    assert {row["tree"].partition(":")[0] for row in candidates} == {"chain"}
     decode = [
         "decode",
         *target,
