@@ -1,15 +1,14 @@
 """Several processes, signals, and what is set for OpenMP before torch starts its threads."""
 
 import contextlib
-import fnmatch
 import os
-import platform
 import pty
 import signal
 import socket
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -23,7 +22,6 @@ from draftsmith.core.launcher import launcher_request
 from draftsmith.core.options import for_all
 from draftsmith.core.ranks import divided, on_main
 from draftsmith.train.config import TrainConfig
-from tests.terminal import longest_silence_s
 
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,23 +61,21 @@ def test_a_command_of_one_process_is_refused_in_several(
     golden(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize(
-    ("left", "message"),
-    [
-        ({"RANK": 1}, "RANK=1 without WORLD_SIZE, MASTER_ADDR, MASTER_PORT; * unset RANK"),
-        ({"WORLD_SIZE": 2, "RANK": 1}, "rank 1: RANK=1 WORLD_SIZE=2 without MASTER_ADDR, *"),
-        ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two: not a number; * unset WORLD_SIZE"),
-        ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1: not a number; * unset LOCAL_RANK"),
-        ({"RANK": "one", **TWO}, "RANK=one: not a number; * unset RANK WORLD_SIZE MASTER_ADDR *"),
-        ({"RANK": 2, **TWO}, "rank 2: RANK=2: WORLD_SIZE is only 2; *"),
-        ({"RANK": 0, **TWO, "MASTER_PORT": "p"}, "MASTER_PORT=p: not a number; *"),
-    ],
-)
-def test_what_is_left_of_a_launcher_is_named(left, message, launched, capsys):
+LEFT: list[dict[str, Any]] = [
+    {"RANK": 1},
+    {"WORLD_SIZE": 2, "RANK": 1},
+    {"WORLD_SIZE": "two"},
+    {"LOCAL_RANK": "-1"},
+    {"RANK": "one", **TWO},
+    {"RANK": 2, **TWO},
+    {"RANK": 0, **TWO, "MASTER_PORT": "p"},
+]
+
+
+@pytest.mark.parametrize("left", LEFT, ids=str)
+def test_what_is_left_of_a_launcher_is_named(left, launched, door):
     launched(**left)
-    assert main(["train", "--data", "d", "--out", "o", "--draft", "d"]) == 2
-    said = capsys.readouterr().err
-    assert fnmatch.fnmatch(said, f"draftsmith train: {message}*\n") and said.count("\n") == 1
+    door.refused("train", "--data", "d", "--out", "o", "--draft", "d")
 
 
 @pytest.mark.parametrize("variables", [{"WORLD_SIZE": 1, "RANK": 0}, {"RANK": 1, **TWO}])
@@ -302,79 +298,14 @@ def test_threads_follow_the_share_of_the_container(given, limit, expected, tmp_p
     assert os.environ.get("OMP_NUM_THREADS") == expected
 
 
-OPENMP = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-
-
-@pytest.mark.parametrize(
-    ("imports", "given", "expected"),
-    [
-        ("draftsmith.__main__", {}, {"GOMP_SPINCOUNT": "2000"}),
-        ("draftsmith", {}, {"GOMP_SPINCOUNT": "2000"}),
-        ("draftsmith", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
-        ("torch, draftsmith", {}, {}),
-    ],
-)
-def test_threads_wait_alike_in_every_command_and_in_python(imports, given, expected):
-    """Torch is imported with these variables. A command keeps them for the processes that it
-    starts; the package gives them back.
-    """
-    program = (
-        f"import os, {imports}\n"
-        "def seen(*_):\n"
-        f"    return {{name: os.environ[name] for name in {OPENMP} if name in os.environ}}\n"
-        "before = seen()\n"
-        "if hasattr(draftsmith, '__main__'):\n"
-        "    draftsmith.__main__._prepare(['train'])\n"
-        "    print(seen())\n"
-        "else:\n"
-        "    draftsmith.resolve_name = seen\n"
-        "    print(draftsmith.load_pair)\n"
-        "    assert seen() == before\n"
-    )
-    clean = {name: value for name, value in os.environ.items() if name not in OPENMP}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=clean | given,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.strip() == str(expected)
-    assert not done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc", reason="only glibc gives freed blocks back so early"
-)
-def test_freed_memory_serves_the_next_tensors():
-    program = (
-        "import resource, torch\n"
-        "from draftsmith.core.environment import keep_freed_memory\n"
-        "keep_freed_memory()\n"
-        "def faults():\n"
-        "    torch.ones(1 << 24)\n"  # 64 MiB
-        "    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "counts = [faults() for _ in range(30)]\n"
-        "print(counts[-1] - counts[-6])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert int(done.stdout) < 1000  # a page each would be 16,384
-
-
 def test_settings_of_the_launcher_that_nothing_follows_are_dropped_with_one_warning(
-    monkeypatch, capsys
+    monkeypatch, capsys, golden
 ):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "false")
     assert [launcher_request() for _ in range(2)] == ["single", "single"]
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: ignoring the launcher's dynamo_backend; set `torch_compile` instead",
-        "warning: ignoring the launcher's megatron_lm_config; use DDP, DeepSpeed or FSDP instead",
-    ]
+    golden(capsys.readouterr().err)
 
 
 def test_a_step_of_unknown_length_shows_that_it_goes_on(monkeypatch, capsys):
@@ -387,17 +318,3 @@ def test_a_step_of_unknown_length_shows_that_it_goes_on(monkeypatch, capsys):
         raise InputError("target: is not there")
     said = capsys.readouterr().err
     assert said.count("align: reads the target, 00:00") > 2 and said.endswith("\n")
-
-
-def test_on_a_terminal_something_moves_also_while_a_unit_takes_long():
-    program = (
-        "import time\n"
-        "from draftsmith.core.progress import progress, waiting\n"
-        "print('begins', flush=True)\n"
-        "with progress('train', 2) as advance:\n"
-        "    time.sleep(6)\n"
-        "    advance(1, '')\n"
-        "with waiting('reads'):\n"
-        "    time.sleep(6)\n"
-    )
-    assert longest_silence_s(program) < 5

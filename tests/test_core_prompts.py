@@ -56,7 +56,7 @@ def test_every_kind_of_row(tmp_path, chat):
     assert {prompt.domain for prompt in (first, answered, same)} == {"d"}
 
 
-def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, tokenizer):
+def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, tokenizer, golden):
     path = tmp_path / "p.jsonl"
     long = "The quick brown fox jumps over the lazy dog and more"
     # Blank lines are no rows, and lines keep their numbers.
@@ -67,10 +67,7 @@ def test_rows_that_cannot_be_used_are_counted_with_their_reasons(tmp_path, token
     prompts = read_prompts(str(path), tokenizer, max_tokens=8)
     assert adds_up(prompts) and prompts.rows == 4
     assert [skipped.row for skipped in prompts.skipped] == [2, 3, 6]
-    for skipped, reason in zip(
-        prompts.skipped, ("empty", "of 32 tokens", "more than the 8"), strict=True
-    ):
-        assert reason in skipped.reason
+    golden("\n".join(skipped.reason for skipped in prompts.skipped))
 
 
 def test_any_unicode_goes_through(tmp_path, tokenizer):

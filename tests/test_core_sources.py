@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import fingerprint, load_model
 from draftsmith.core.tokenization import load_tokenizer
 
-Tensors = dict[str, torch.Tensor]
 CONFIG, MODELING = "configuration_mine.py", "modeling_mine.py"
 
 
@@ -99,46 +97,20 @@ def load_on_cpu(name):
 
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-CODE = (
-    r"it needs the Python code that comes with it; read that, and add --trust_remote_code to "
-    r"run it$"
-)
-# By what loads it: what is done to a good directory, and what is said of it.
-MODELS: list[tuple[Callable[[Path], Any], str]] = [
-    (
-        spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
-        r": its weight model\.layers\.1\.mlp\.up_proj",
-    ),
-    (
-        spoil("lm_head.weight", float("inf")),
-        r": its weight lm_head\.weight holds NaN or inf; .* copy it again$",
-    ),
-    (
-        lambda d: set_keys(d / "config.json", vocab_size=300),
-        r": its weights .*\(2, such as lm_head\.weight: \[290, 16\] in the file, \[300, 16\] by "
-        r"the config\)",
-    ),
-    (
-        lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
-        r": lacks weights of a LlamaForCausalLM \(1, such as lm_head\.weight\)",
-    ),
-    (cut("model.safetensors", 1000), r": no causal language model could be loaded: "),
-    (
-        lambda d: (d / "model.safetensors").unlink(),
-        r": holds no model \(no weights, only config\.json, .*\); a model has config\.json, ",
-    ),
-    (
-        lambda d: (d / "config.json").unlink(),
-        r": holds no model \(no config\.json, only generation_config\.json, model\.safetensors, ",
-    ),
-    (sharded, "model-00002"),
-    (
-        lambda d: (d / "model.safetensors").write_text(LFS),
-        r": model\.safetensors is a git-lfs pointer.*; run git lfs",
-    ),
-    (lambda d: as_pickle(d, evil=Evil()), r"pickle with more in it than tensors, .*would run code"),
-    (lambda d: set_keys(d / "config.json", model_type="nonesuch"), "model type `nonesuch`"),
-    (with_remote_code, CODE),
+# What is done to a good directory, by what then does not load it.
+MODELS: list[Callable[[Path], Any]] = [
+    spoil("model.layers.1.mlp.up_proj.weight", float("nan")),
+    spoil("lm_head.weight", float("inf")),
+    lambda d: set_keys(d / "config.json", vocab_size=300),
+    lambda d: change_weights(d, lambda weights: weights.pop("lm_head.weight")),
+    cut("model.safetensors", 1000),
+    lambda d: (d / "model.safetensors").unlink(),
+    lambda d: (d / "config.json").unlink(),
+    sharded,
+    lambda d: (d / "model.safetensors").write_text(LFS),
+    lambda d: as_pickle(d, evil=Evil()),
+    lambda d: set_keys(d / "config.json", model_type="nonesuch"),
+    with_remote_code,
 ]
 
 
@@ -152,25 +124,19 @@ def only(name):
 
 
 ADAPTER = ("adapter_config.json", "adapter_model.bin")
-BOTH: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda d: (d / "config.json").write_text("{"), r"/config\.json:1: not valid JSON"),
-    (
-        lambda d: (d / "generation_config.json").write_text("{"),
-        r"/generation_config\.json:1: not valid",
-    ),
-    (
-        lambda d: [(d / name).write_text("{}") for name in ADAPTER],
-        r": holds a model and a LoRA adapter, which peft would add to it; move adapter_\* away",
-    ),
-    (only(None), r": holds no model \(it is empty\); a model has config\.json, "),
-    (only("config.json"), r": holds no model \(no weights, only config\.json\); a model has "),
+BOTH: list[Callable[[Path], Any]] = [
+    lambda d: (d / "config.json").write_text("{"),
+    lambda d: (d / "generation_config.json").write_text("{"),
+    lambda d: [(d / name).write_text("{}") for name in ADAPTER],
+    only(None),
+    only("config.json"),
 ]
-TOKENIZERS: list[tuple[Callable[[Path], Any], str]] = [
-    (without_tokenizer, r"it holds no tokenizer\.json$"),
-    (cut("tokenizer.json", 500), r": no tokenizer could be loaded: Unterminated string"),
-    (tokenizer_with_code, CODE),
+TOKENIZERS: list[Callable[[Path], Any]] = [
+    without_tokenizer,
+    cut("tokenizer.json", 500),
+    tokenizer_with_code,
 ]
-LOADERS = ((load_on_cpu, [*MODELS, *BOTH]), (load_tokenizer, [*TOKENIZERS, *BOTH]))
+LOADERS = [(load_on_cpu, [*MODELS, *BOTH]), (load_tokenizer, [*TOKENIZERS, *BOTH])]
 
 
 @pytest.fixture
@@ -185,14 +151,12 @@ def refusal(load, name):
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("load", "change", "message"),
-    [(load, *case) for load, cases in LOADERS for case in cases],
-    ids=lambda _: "",
-)
-def test_a_directory_that_cannot_be_loaded(copy, load, change, message):
-    change(copy)
-    assert re.search(message, refusal(load, str(copy)))
+@pytest.mark.parametrize(("load", "changes"), LOADERS, ids=["model", "tokenizer"])
+def test_a_directory_that_cannot_be_loaded(load, changes, target_dir, tmp_path, golden):
+    for number, change in enumerate(changes):
+        place = shutil.copytree(target_dir, tmp_path / str(number))
+        change(place)
+        golden(refusal(load, str(place)))
 
 
 def test_an_adapter_is_told_apart_from_what_was_merged(copy, golden):
@@ -217,25 +181,19 @@ def test_a_name_that_is_no_model(name, load):
     refusal(load, name)
 
 
-def test_weights_without_a_place_are_named(copy, caplog):
+def test_weights_without_a_place_are_named(copy, caplog, golden):
     change_weights(copy, lambda weights: weights.update({"vision.weight": torch.ones(2)}))
     with caplog.at_level(logging.WARNING):
         load_on_cpu(str(copy))
-    warnings = [
-        record.getMessage() for record in caplog.records if record.name == "draftsmith.core.models"
-    ]
-    assert warnings == [
-        f"{copy}: holds weights that a LlamaForCausalLM does not use (1, such as vision.weight)"
-    ]
+    golden("\n".join(caplog.messages), having="does not use")
 
 
-def test_a_model_that_is_too_large_names_what_makes_it_fit(copy, monkeypatch):
+def test_a_model_that_is_too_large_names_what_makes_it_fit(copy, monkeypatch, golden):
     def full(*words, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand more")
 
     monkeypatch.setattr(PreTrainedModel, "to", full)
-    fix = ": does not fit into memory; .* --target_parallel N; .* --target_device_map auto, or "
-    assert re.search(fix, refusal(load_on_cpu, str(copy)))
+    golden(refusal(load_on_cpu, str(copy)))
 
 
 def test_logits_that_overflow_name_the_dtype(copy, golden):

@@ -12,14 +12,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftsmith.core.sampling import Sampling
-from draftsmith.decode import SpeculativeDecoder, Tree
+from draftsmith.decode import DraftModelProposer, SpeculativeDecoder, Tree
 from draftsmith.decode.kernel_sampling import draw, try_siblings
 from draftsmith.decode.native import kernel
-from draftsmith.decode.propose.protocol import (
-    Proposal,
-    Proposer,
-    Session,
-)
+from draftsmith.decode.propose.protocol import Proposal
+from draftsmith.decode.propose.static_tree import StaticTreeSession
 from draftsmith.decode.tree_batch import TreeBatch
 from draftsmith.decode.verify import VERIFIERS
 from tests.tiny_models import random_llama
@@ -31,43 +28,18 @@ CHAIN = Tree((-1, 0, 1))
 Change = Callable[[Proposal], Any]
 
 
-class Threes(Proposer):
-    """Drafts token 3 everywhere, and hands over what `change` makes of it."""
+@pytest.fixture
+def handed_over(monkeypatch):
+    """`handed_over(change)`: a proposer hands over what `change` makes of its proposals."""
+    propose = StaticTreeSession.propose
 
-    name = "threes"
+    def patch(change):
+        def changed(session, u_BN):
+            return change(propose(session, u_BN))
 
-    def __init__(self, change, drawing="deterministic"):
-        self.change = change
-        self.drawing = drawing
+        monkeypatch.setattr(StaticTreeSession, "propose", changed)
 
-    def drawings(self, tree):
-        return frozenset({self.drawing})
-
-    def start(self, setup):
-        return ThreesSession(self, TreeBatch.build(cast(Tree, setup.tree), CPU), len(setup.prompts))
-
-
-class ThreesSession(Session):
-    def __init__(self, proposer, tree, rows):
-        self.proposer = proposer
-        self.tree = tree
-        self.rows = rows
-
-    def propose(self, u_BN):
-        size = self.tree.parents_RN.shape[1]
-        tokens_BM = pad(torch.full((self.rows, size), 3), (1, 0), value=-1)
-        q_BEV = None
-        if self.proposer.drawing != "deterministic":
-            q_BEV = torch.zeros(self.rows, size, V)
-            q_BEV[:, :, 3] = 1
-        made = self.proposer.change(Proposal(self.tree, tokens_BM, q_BEV, self.proposer.drawing))
-        return made
-
-    def commit(self, outcome):
-        return
-
-    def select_rows(self, rows):
-        self.rows = len(rows)
+    return patch
 
 
 def tokens(change):
@@ -107,30 +79,25 @@ DRAWN: dict[str, Change] = {
 }
 
 
-def decode(proposer, verifier, temperature):
-    decoder = SpeculativeDecoder(random_llama(2, V), proposer, "chain:3", verifier)
-    batch = decoder.generate(PROMPTS, Sampling(temperature=temperature), 6, eos_ids=())
-    return [row.output_ids for row in batch.generations]
+def decode(verifier, temperature):
+    drafting = DraftModelProposer(random_llama(3, V))
+    decoder = SpeculativeDecoder(random_llama(2, V), drafting, "chain:3", verifier)
+    decoder.generate(PROMPTS, Sampling(temperature=temperature), 6, eos_ids=())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", PROPOSALS)
-def test_a_proposal_that_does_not_fit_is_an_error(name, temperature, golden):
+def test_a_proposal_that_does_not_fit_is_an_error(name, temperature, handed_over, golden):
+    handed_over(PROPOSALS[name])
     with golden.raises(ValueError):
-        decode(Threes(PROPOSALS[name]), "exact", temperature)
+        decode("exact", temperature)
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_distributions_that_do_not_fit_are_an_error(name, golden):
+def test_distributions_that_do_not_fit_are_an_error(name, handed_over, golden):
+    handed_over(DRAWN[name])
     with golden.raises(ValueError):
-        decode(Threes(DRAWN[name], "without_replacement"), "mcsd", 1.0)
-
-
-def test_what_fits_is_taken():
-    for drawing in ("deterministic", "without_replacement"):
-        proposer = Threes(lambda proposal: proposal, drawing)
-        for temperature in (0.0, 1.0):
-            assert len(decode(proposer, "mcsd", temperature)[0]) == 6
+        decode("mcsd", 1.0)
 
 
 def own(change):
@@ -149,7 +116,7 @@ VERDICTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", VERDICTS)
 def test_a_verdict_that_does_not_fit_is_an_error(name, temperature, golden):
     with golden.raises(ValueError):
-        decode(Threes(lambda proposal: proposal), own(VERDICTS[name]), temperature)
+        decode(own(VERDICTS[name]), temperature)
 
 
 @pytest.mark.skipif(kernel() is None, reason="no compiled kernel")

@@ -5,7 +5,6 @@ and no rule beats the transport bound.
 Legend: B rows, E nodes with children, M nodes with the root, V = 4 tokens, L = 3 tokens of output.
 """
 
-import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftsmith.core.errors import InputError, RequirementError
+from draftsmith.core.errors import RequirementError
 from draftsmith.core.sampling import generator
 from draftsmith.decode.lossless import (
     BUSHY,
@@ -30,7 +29,7 @@ from draftsmith.decode.lossless import (
     world,
 )
 from draftsmith.decode.propose.protocol import Proposal
-from draftsmith.decode.tree import Drawing, DynamicTree, Tree, TreeShape
+from draftsmith.decode.tree import Drawing, Tree
 from draftsmith.decode.tree_batch import TreeBatch, grow_batch
 from draftsmith.decode.verify import VERIFIERS
 from draftsmith.decode.verify.siblings import _try_without_replacement
@@ -66,33 +65,26 @@ def test_output_distribution_is_the_targets(name):
     check_lossless(name, rows=ROWS)
 
 
-def test_a_rule_that_is_not_lossless_is_named_with_its_tree_and_distributions():
+def test_a_rule_that_is_not_lossless_is_named_with_its_tree_and_distributions(golden):
     rule = replace(VERIFIERS["typical"], drawings=("deterministic",))
     with pytest.raises(RequirementError) as caught:
         check_lossless(rule, rows=2_000)
     assert len(caught.value.unmet) > 3
-    for line in caught.value.unmet:
-        assert re.fullmatch(
-            r"verifier typical: [\w -]+ distributions, siblings drawn 'deterministic' from 1 "
-            r"draft, tree of parents \([-\d, ]+\): chi-square is [\d.e+inf]+ times its limit; "
-            r"output \[\d, \d, \d\] came \d+ times of 2000, expected \d+",
-            line,
-        )
+    golden(caught.value.unmet[0])
 
 
-def test_a_rule_that_errs_at_temperature_0_alone_is_named():
+def test_a_rule_that_errs_at_temperature_0_alone_is_named(golden):
     def second(proposal: Proposal, p_BMV: Tensor, u_BU: Tensor | None) -> Verdict:
         return VERIFIERS["exact"].run(proposal, p_BMV.flip(2) if u_BU is None else p_BMV, u_BU)
 
     rule = replace(VERIFIERS["exact"], drawings=("deterministic",), chains_only=True, run=second)
-    with pytest.raises(RequirementError) as caught:
+    with golden.raises(RequirementError):
         check_lossless(rule, rows=300)
-    assert len(caught.value.unmet) == 1 and "exact: temperature 0, tree" in str(caught.value)
 
 
-def test_a_verdict_that_does_not_fit_is_an_error():
+def test_a_verdict_that_does_not_fit_is_an_error(golden):
     rule = replace(VERIFIERS["exact"], run=lambda proposal, p_BMV, u_BU: None)  # type: ignore
-    with pytest.raises(InputError, match="verifier exact: expected a Verdict, got NoneType"):
+    with golden.raises():
         check_lossless(rule, rows=10)
 
 
@@ -312,33 +304,3 @@ def test_residual_without_mass_falls_back_to_p():
     p = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.8, 0.0]])
     q = torch.tensor([[0.5, 0.5000001, 0.0], [0.4, 0.6, 0.0]])
     assert torch.equal(residual(p, q), torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]))
-
-
-@pytest.mark.parametrize("name", VERIFIERS)
-def test_a_rule_describes_itself_and_checks_its_domain(name):
-    verifier = VERIFIERS[name]
-    assert verifier.name == name and 0 < len(verifier.title) <= 60 and verifier.paper
-    assert verifier.chains_only == (name in ("speculative", "block"))
-    verifier.check(CHAIN, None)  # at temperature 0 there is nothing to draw
-    grown = DynamicTree(depth=3, beam=1 if verifier.chains_only else 2, nodes=3)
-    # A tree that the draft's confidence shapes is deterministic, whatever the proposer can do on
-    # others.
-    cases: list[tuple[TreeShape, Drawing, bool]] = [
-        (CHAIN, each, each in verifier.drawings) for each in DRAWINGS
-    ]
-    for tree, drawing, valid in [
-        *cases,
-        (grown, verifier.drawings[0], "deterministic" in verifier.drawings),
-    ]:
-        if valid:
-            verifier.check(tree, drawing)
-        else:
-            with pytest.raises(
-                ValueError, match=r"^verifier '\w+' is not valid .*; use verifier exact$"
-            ):
-                verifier.check(tree, drawing)
-    if verifier.several_drafts:
-        verifier.check(CHAIN, verifier.drawings[0], drafts=2)
-    else:
-        with pytest.raises(ValueError, match=r"there are 2; use specinfer or exact"):
-            verifier.check(CHAIN, verifier.drawings[0], drafts=2)

@@ -29,7 +29,7 @@ def words(target_dir, tmp_path, monkeypatch):
 
 
 def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
-    assert door(*words, "--out", "all")[0] == 0
+    door.ok(*words, "--out", "all")
     options = [
         "--drop",
         "truncated",
@@ -58,9 +58,7 @@ def test_dropped_answers_are_counted_and_the_others_are_the_same(words, door):
 
 
 def test_a_set_of_nothing_is_an_error(words, door, golden):
-    code, _, err = door(*words, "--ignore_eos", "--drop", "truncated")
-    assert code == 1
-    golden(err)
+    door.refused(*words, "--ignore_eos", "--drop", "truncated", code=1)
 
 
 @pytest.mark.parametrize(

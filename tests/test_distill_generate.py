@@ -1,7 +1,6 @@
 """A distilled set is the same bytes however it was made, with every row and every count."""
 
 import re
-from typing import Any
 
 import pytest
 
@@ -11,8 +10,6 @@ from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.generate import distill
 from tests.distilled import errors, files, manifest, rows_of
-
-Rows = list[dict[str, Any]]
 
 
 @pytest.fixture

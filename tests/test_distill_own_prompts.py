@@ -59,7 +59,8 @@ def test_prompts_are_what_the_target_writes(words, door, target_dir, golden):
         assert made.generations[0].finish_reason == "stop"
     # The same command finds everything done, and other prompts are another set.
     before = files("set")
-    assert door(*words, "magpie:25", "--json")[0] == 0 and files("set") == before
+    door.ok(*words, "magpie:25", "--json")
+    assert files("set") == before
     door.refused(*words, "magpie:26")
 
 

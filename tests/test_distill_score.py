@@ -4,6 +4,7 @@ target with them.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     make, words, door, target_dir, golden
 ):
     out, _ = door.ok(*words, "--json")
-    assert door(*make, *f"--out at_once --teacher_top_k {K}".split())[0] == 0
+    door.ok(*make, *f"--out at_once --teacher_top_k {K}".split())
     rows = rows_of("scored")
     assert len(rows) == 16 and rows == rows_of("at_once")
     check_teacher_rows(rows, target_dir)
@@ -68,7 +69,8 @@ def test_a_scored_set_is_one_that_was_scored_while_it_was_made(
     ]
     assert fingerprints[0] == fingerprints[1]
     before = files("scored")
-    assert door(*words, "--json")[0] == 0 and files("scored") == before
+    door.ok(*words, "--json")
+    assert files("scored") == before
     door.refused(*words, "--teacher_top_k", 8)
 
 
@@ -80,7 +82,7 @@ def test_more_than_the_vocabulary_is_the_whole_law(target_dir):
 
 
 def test_a_draft_is_trained_without_the_target(words, target_dir, draft_dir, door):
-    assert door(*words)[0] == 0
+    door.ok(*words)
     train = f"train --data scored --draft {draft_dir} --objective fkl --max_length 64".split()
     train += "--steps 12 --optim.lr 0.01 --device cpu --heldout_fraction 0.2".split()
     door.ok(*train, "--out", "draft")
@@ -108,38 +110,26 @@ def test_rows_from_elsewhere(words, door, target_dir, golden):
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
     )
     chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
-    cases = [
-        ({"messages": chat, "id": "c", "domain": "chat"}, ""),
-        ({"prompt_ids": [5, 6], "response_ids": [7, 8, 1]}, ""),
-        ({"messages": chat[:1]}, "does not end with an assistant turn"),
-        ({"prompt_ids": [5, 6], "response_ids": []}, "no answer"),
-        (
-            {"prompt_ids": [5, 6], "response_ids": [290]},
-            "'response_ids': holds a token that the tokenizer, with 290, does not have",
-        ),
-        ({"prompt_ids": [5], "response_ids": [7] * 96}, "97 tokens, more than the 96 that fit"),
-        ({"prompt_ids": "five", "response_ids": [7]}, "'prompt_ids': must be a list of token ids"),
-        ({"text": "no answer"}, "has no answer; add one of the keys"),
-        ({"prompt_ids": [], "response_ids": [7, 8, 9]}, ""),
-        ({"prompt_ids": [2**31], "response_ids": [7]}, "'prompt_ids': holds a token"),
-        ({"input_ids": [5, 6, 7, 8, 1], "loss_mask": [0, 1, 0, 1, 1], "id": "two"}, ""),
-        ({"prompt": "The fox", "completion": " jumps"}, ""),
-        (
-            {
-                "messages": [
-                    chat[0],
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
-                ]
-            },
-            "does not write the answer's tool calls",
-        ),
-        ("{broken", "not valid JSON"),
+    given: list[Any] = [
+        {"messages": chat, "id": "c", "domain": "chat"},
+        {"prompt_ids": [5, 6], "response_ids": [7, 8, 1]},
+        {"messages": chat[:1]},
+        {"prompt_ids": [5, 6], "response_ids": []},
+        {"prompt_ids": [5, 6], "response_ids": [290]},
+        {"prompt_ids": [5], "response_ids": [7] * 96},
+        {"prompt_ids": "five", "response_ids": [7]},
+        {"text": "no answer"},
+        {"prompt_ids": [], "response_ids": [7, 8, 9]},
+        {"prompt_ids": [2**31], "response_ids": [7]},
+        {"input_ids": [5, 6, 7, 8, 1], "loss_mask": [0, 1, 0, 1, 1], "id": "two"},
+        {"prompt": "The fox", "completion": " jumps"},
+        {"messages": [chat[0], {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+        "{broken",
     ]
-    words[4] = write_rows("rows.jsonl", *(row for row, _ in cases))
+    words[4] = write_rows("rows.jsonl", *given)
     out, _ = door.ok(*words, *"--chat_template chat.jinja --part_rows 4".split())
     golden(out)
-    reasons = {line["row"]: line["reason"] for line in errors("scored")}
-    assert all(why in reasons.get(number, "") for number, (_, why) in enumerate(cases, 1))
+    golden("\n".join(f"{line['row']}: {line['reason']}" for line in errors("scored")))
     rows = rows_of("scored")
     assert load_tokenizer(target_dir).decode(rows[0]["prompt_ids"]) == "[user]Who?[assistant]"
     assert [(row["domain"], row["tokens_from"]) for row in rows[:2]] == [
