@@ -1,11 +1,9 @@
 """The benchmarks' own machinery: a widened model is the same function at a larger cost."""
 
-import copy
 import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.speed import sections
-from benchmarks.speed.methods import Pair, endless
-from benchmarks.speed.sections import Bench
 from draftsmith.demo.widen import widen
-from draftsmith.drafts.heads.eagle import EagleHead
 
 ROOT = Path(__file__).parents[1]
 VOCAB = 61
@@ -79,51 +73,6 @@ def test_widened_model_is_the_same_function_and_an_ordinary_checkpoint(
     assert theirs.std() > 1
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
     assert greedy(wide, tokens_BT, 20).equal(greedy(model, tokens_BT, 20))
-
-
-def tiny_bench() -> Bench:
-    pair = Pair(
-        endless(llama(key_value_heads=2, tied=False)),
-        endless(llama(key_value_heads=4, tied=True, seed=1)),
-    )
-    prompts = torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)).tolist()
-    return Bench(
-        pair=replace(pair, head=EagleHead.fresh(pair.target, seed=1).eval()),
-        apart=copy.deepcopy(pair),
-        prompts=prompts,
-        text=[t % VOCAB for t in range(40)],
-        max_new_tokens=8,
-    )
-
-
-@pytest.mark.slow
-def test_sections_hold_what_the_readme_says(monkeypatch):
-    monkeypatch.setattr(sections, "FORWARD_ROWS", (1, 2, 5))
-    monkeypatch.setattr(sections, "FORWARD_REPEATS", 2)
-    bench = tiny_bench()
-    forwards = sections.forwards(bench, (16, 4096))
-    assert "target_behind_4096" not in forwards  # beyond the positions of these models
-    assert forwards["target_behind_16"]["ours"]["1"]["over_one_row"] == 1
-    names = ["hf-assisted", "chain:2", "kary:2,1/exact", "head@chain:2"]
-    methods = sections.methods(bench, names, [0.0, 1.0], rounds=2)
-    assert {methods["T=0"][name]["greedy_equal"] for name in (*names, "hf", "ar")} == {"4 of 4"}
-    assert (
-        methods["T=1"]["ar"]["tau"]
-        == methods["T=1"]["hf"]["tau"]
-        == 1
-        <= methods["T=1"]["chain:2"]["tau"]
-        <= 3
-    )
-    assert "greedy_equal" not in methods["T=1"]["chain:2"]
-    for name in ("ar", "chain:2", "head@chain:2"):
-        parts = methods["T=0"][name]["parts_of_a_step"]
-        step, limit = parts.pop("step"), parts.pop("limit")
-        assert (
-            sum(parts.values()) == pytest.approx(step)
-            and limit > 0
-            and (parts["draft"] > 0) == (name != "ar")
-        )
-    json.dumps([forwards, methods])
 
 
 @pytest.mark.slow(50)

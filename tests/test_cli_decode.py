@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from draftsmith.cli.decode_run import load, write_pieces
-from draftsmith.cli.method_table import method_rows
 from draftsmith.config import DecodeConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.io import canonical_json
 from draftsmith.core.models import eos_ids, load_model
 from draftsmith.core.prompts import read_prompts
 from draftsmith.core.tokenization import decode_text, load_tokenizer
-from draftsmith.decode import PROPOSERS, TREES, VERIFIERS
+from draftsmith.decode import PROPOSERS, TREES
 from draftsmith.drafts.heads import HEADS, save_head
 from draftsmith.outputs import Detokenizer
 
@@ -32,12 +30,6 @@ TEXTS = [
 
 def read(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
-
-
-def timeless(rows):
-    return [
-        {**row, "stats": {k: v for k, v in row["stats"].items() if k != "seconds"}} for row in rows
-    ]
 
 
 @pytest.mark.parametrize("drafted", [True, False])
@@ -139,15 +131,6 @@ def test_a_draft_that_was_trained_for_another_target_is_one_warning(
     _, err = door.ok("decode", *words, *"--max_new_tokens 2 --temperature 0".split())
     (line,) = [line for line in err.splitlines() if "warning" in line]
     golden(line)
-
-
-def test_a_missing_kernel_is_one_warning(door, target_dir, monkeypatch, golden):
-    monkeypatch.setattr(
-        "draftsmith.cli.decode_run.missing_kernel", lambda device: "decoding without its kernel"
-    )
-    code, _, err = door(*f"decode --target {target_dir} --prompt a --max_new_tokens 2".split())
-    assert code == 0
-    golden(err)
 
 
 def pieces(tokenizer, ids):
@@ -436,18 +419,3 @@ def test_a_run_is_continued_only_with_the_same_draft_tree_and_datastore(tmp_path
         *(identity("--draft", files[name]) for name in ("draft", "medusa", "eagle")),
     ]
     assert len({canonical_json(each) for each in found}) == len(found)
-
-
-def test_help_ends_with_the_table(door, monkeypatch, golden):
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = door("decode", "--help=all")
-    assert (code, err) == (0, "")
-    options, table = out.split("\n--proposer\n")
-    assert "--device" in options
-    assert all(len(line) <= 80 for line in table.splitlines())
-    for row in [row for part in method_rows().values() for row in part]:
-        assert all(word in table for word in f"{row.what} {row.trees}".replace(",", " ").split())
-    for name in [*PROPOSERS, *TREES, *VERIFIERS]:
-        assert re.search(rf"^  {name} ", table, flags=re.MULTILINE), name
-    golden(table, having="LOSSY")
-    assert "\n--proposer\n" not in door(*"decode --print_config --target t --prompt a".split())[1]

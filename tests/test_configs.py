@@ -24,8 +24,6 @@ from draftsmith.core.models import (
 )
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.distill.config import DistillConfig
-from draftsmith.drafts.config import BLOCK_KINDS
-from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.load import draft_fingerprint, draft_kind, load_draft
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
@@ -160,25 +158,6 @@ def test_shape_builds_at_its_true_size(path):
     assert set(json.loads(path.read_text())) <= known | {"model_type", "architectures"}
 
 
-def head_parameters(target, config):
-    """Of a fresh head; EAGLE-3 is built over the whole vocabulary, less the rows that a reduced one
-    leaves out.
-    """
-    if config.kind in ("medusa", "hydra"):
-        sizes: Any = {
-            "num_heads": config.head.num_heads or 4,
-            "num_layers": config.head.num_layers or 1,
-        }
-        return parameter_count(HEADS[config.kind].fresh(target, **sizes))
-    head: Any = HEADS[config.kind].fresh(target)
-    if config.kind in ("eagle", *BLOCK_KINDS):
-        return parameter_count(head)
-    size, hidden = vocabulary_size(target), head.lm_head.in_features
-    assert head.fc.weight.shape == (hidden, 3 * hidden) and len(set(head.hidden_layers)) == 3
-    assert config.draft_vocab_size is not None and config.draft_vocab_size < size
-    return parameter_count(head) - (size - config.draft_vocab_size) * int(hidden)
-
-
 def _read(path):
     config, _ = parse(TrainConfig, "train", ["--config", str(path)])
     # What is said of the whole recipe, in one line; comments on options of sections are indented.
@@ -190,8 +169,8 @@ OUTS = {_read(path)[0].out: path for path in TRAIN}
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)
-def test_recipe_can_be_built_and_says_what_it_takes(path):
-    config, said = _read(path)
+def test_recipe_can_be_built(path):
+    config, _ = _read(path)
     assert OUTS[config.out] == path
     assert config.target is not None
     target = build(shape_of(config.target))
@@ -200,27 +179,13 @@ def test_recipe_can_be_built_and_says_what_it_takes(path):
         assert config.draft is not None and config.draft_config is not None
         draft = build(ROOT / config.draft_config)
         models.append(draft)
-        trained = parameter_count(draft)
         for key in ("bos_token_id", "eos_token_id"):
             assert getattr(draft.config, key) == getattr(target.config, key)
         same = vocabulary_size(draft) == vocabulary_size(target)
         assert same or "pythia" in path.name
-    else:
-        with torch.device("meta"):
-            trained = head_parameters(target, config)
-        assert (
-            f"of {trained / 1e6:.0f} M parameters" in said
-            or f"{trained // 10**6} M parameters" in said
-        )
     for model in models:
         limit = context_length(model)
         assert limit is not None and config.max_length <= limit
-    # Memory as it is said: 16 bits a weight of the target, four fp32 values a weight that is
-    # trained.
-    frozen = re.search(r"target ([\d.]+) GB", said)
-    fitted = re.search(r"([\d.]+) GB \(weights, gradients and Adam's two moments, fp32\)", said)
-    assert frozen is not None and frozen[1] == f"{2 * parameter_count(target) / 1e9:.1f}"
-    assert fitted is not None and fitted[1] == f"{16 * trained / 1e9:.1f}"
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.stem)

@@ -1,7 +1,6 @@
 """One run at a time writes a directory, and only a run of the same options continues it."""
 
 import os
-import shutil
 import signal
 import socket
 import time
@@ -107,66 +106,11 @@ def test_a_directory_belongs_to_the_run_that_claimed_it(tmp_path, golden):
         claim(out, "set", {**identity, "data": "cd" * 32}, "", {})
 
 
-def make_steps(out, fail_at=99):
-    """A run of three steps and a journal that raises at its write number `fail_at`."""
-    writes = 0
-
-    def write():
-        nonlocal writes
-        writes += 1
-        if writes == fail_at:
-            raise KeyboardInterrupt
-
-    def value():
-        write()
-        return {"a": 1}
-
-    def file(temporary):
-        temporary.write_text("half")
-        write()
-        temporary.write_text("whole")
-
-    def directory(temporary):
-        file(temporary / "weights")
-
-    with Run(out) as run:
-        run.begin("set", {"seed": 1}, "", {})
-        found = [
-            run.step("cells/a.json", value),
-            run.step("part.txt", file),
-            run.step("draft/", directory),
-        ]
-        with run.journal(".rows.jsonl", {"seed": 1}) as journal:
-            for number in range(len(journal.rows), 3):
-                write()
-                journal.append([number])
-        return [
-            found[0],
-            found[1].read_text(),
-            (found[2] / "weights").read_text(),
-            run.resumed,
-            writes,
-        ]
-
-
 def content(out):
     """Every file."""
     return {
         str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()
     }
-
-
-def test_a_run_that_was_stopped_at_any_write_ends_as_one_that_was_not(tmp_path):
-    out = tmp_path / "out"
-    assert make_steps(out) == [{"a": 1}, "whole", "whole", False, 6]
-    whole = content(out)
-    for fail_at in range(1, 7):
-        shutil.rmtree(out)
-        with pytest.raises(KeyboardInterrupt) as stopped:
-            make_steps(out, fail_at)
-        assert stopped.value.__notes__ == ["run the same command again to resume"]
-        assert make_steps(out) == [{"a": 1}, "whole", "whole", True, 7 - fail_at]
-        assert content(out) == whole
 
 
 def test_a_journal_drops_what_a_kill_cut_short_and_what_another_run_wrote(tmp_path):

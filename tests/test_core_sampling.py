@@ -10,12 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from scipy.stats import chisquare
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from draftsmith.core.sampling import (
     Sampling,
@@ -210,21 +204,3 @@ def test_a_seed_is_of_the_row_and_not_of_its_place():
     reversed_order = uniforms([generator(seed) for seed in seeds[:3][::-1]], 5)
     assert torch.equal(together, reversed_order.flip(0))
     assert torch.equal(together[1], uniforms([generator(seeds[1])], 5)[0])
-
-
-@pytest.mark.parametrize("sampling", [each for each in SETTINGS if each.temperature], ids=str)
-def test_the_distribution_is_that_of_the_warpers_of_transformers(sampling):
-    """In the order in which `generate` applies them. Random logits have no ties, where the two may
-    differ.
-    """
-    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(3)) * 2
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    if sampling.min_p:
-        scores = MinPLogitsWarper(sampling.min_p)(None, scores)  # type: ignore[arg-type]
-    ours = probs(logits, sampling)
-    torch.testing.assert_close(ours, scores.softmax(-1), atol=1e-6, rtol=1e-5)
-    assert torch.equal(ours > 0, scores.isfinite())

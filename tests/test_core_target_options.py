@@ -8,24 +8,11 @@ import pytest
 from huggingface_hub import constants
 
 import draftsmith as ds
-from draftsmith.cli.commands import COMMANDS
 from draftsmith.core.models import load_model
-from draftsmith.core.options import TargetOptions, options_of
 from draftsmith.drafts.load import draft_fingerprint
 from tests.distilled import write_rows
 
 TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-
-
-def test_every_command_that_loads_a_target_has_the_group():
-    group = {option.key for option in options_of(TargetOptions)}
-    assert group == {*("device", "dtype", "chat_template", "date", "revision", "trust_remote_code")}
-    for name in ("doctor", "export"):
-        assert {"revision", "trust_remote_code"} <= {
-            option.key for option in options_of(COMMANDS[name].options)
-        }, name
-    for name in ("align", "init", "distill", "train", "decode", "eval", "plan"):
-        assert group <= {option.key for option in options_of(COMMANDS[name].options)}, name
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ share.
 """
 
 import random
-from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from tests.tiny_models import random_llama
 CPU = torch.device("cpu")
 GREEDY = Sampling(temperature=0.0)
 VOCAB = 17
-Target = Callable[[Sequence[int]], int]
 
 
 def hashed(text):

@@ -17,9 +17,9 @@ from draftsmith.core.sampling import Sampling, generator, gumbel, noised, probs
 from draftsmith.decode import VERIFIERS, DraftModelProposer, Proposer, SpeculativeDecoder, reference
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.exact import exact
-from draftsmith.decode.verify.tree_walk import Verdict, residual
+from draftsmith.decode.verify.tree_walk import Verdict
 from tests.chi_square import chi_square
-from tests.test_decode_lossless import PROMPTS, TREES, VARIANTS, VOCAB, decoder, llama, proposer
+from tests.test_decode_lossless import PROMPTS, TREES, VARIANTS, VOCAB, decoder, llama
 
 SAMPLINGS = {
     "T=0.7": Sampling(temperature=0.7),
@@ -61,18 +61,6 @@ def test_the_text_is_the_same_whatever_drafts(variant):
         assert texts(made, SAMPLINGS[name]) == own(name)
         assert texts(made, SAMPLINGS[name], [2, 0]) == [own(name)[2], own(name)[0]]
     assert tried and len({tuple(text) for text in own("T=1")}) == len(ROWS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", ["several drafts", "eagle3"])
-def test_recorded_steps_write_it_too(variant):
-    for name in ("top_p", "penalties"):
-        sampling = SAMPLINGS[name]
-        assert texts(alone("eager"), sampling) == own(name)
-        recorded = SpeculativeDecoder(
-            llama(2), proposer(variant), "kary:2,1", "coupled", compile="eager"
-        )
-        assert texts(recorded, sampling) == own(name)
 
 
 def own_choice(row: int, sampling: Sampling, draft: bool) -> reference.Model:
@@ -132,18 +120,6 @@ def test_acceptance_is_the_formula(logits):
     assert abs(measured - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
     apart = float((p_V - q_V).abs().sum()) / 2
     assert (1 - apart) / (1 + apart) <= expected <= 1 - apart
-
-
-@pytest.mark.parametrize("logits", LOGITS[:3])
-def test_shared_noise_under_another_rule_is_rejected(logits):
-    """A draft and a residual that are drawn with the same noise, under min(1, p/q)."""
-    p_V, q_V = logits.softmax(-1)
-    noise_NV = noise_of(40_000, len(p_V))
-    drafted_N = (q_V.log() + noise_NV).argmax(-1)
-    again_N = (residual(p_V[None], q_V[None]).log() + noise_NV).argmax(-1)
-    u_N = torch.rand(len(noise_NV), generator=generator(3))
-    tokens_N = torch.where(u_N * q_V[drafted_N] < p_V[drafted_N], drafted_N, again_N)
-    assert chi_square(torch.bincount(tokens_N, minlength=len(p_V)), p_V.double()) > 1
 
 
 def test_no_rule_sees_shared_noise_and_q():

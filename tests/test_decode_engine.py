@@ -8,58 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.core.sampling import Sampling, generator
 from draftsmith.decode import DraftModelProposer, SpeculativeDecoder
 from draftsmith.decode.propose.head_proposers import HeadProposer
 from tests.tiny_models import redrawn, stirred, stirred_head, tiny_llama
+from tests.train_laws import tiny_family
 
 VOCAB = 17
 GREEDY = Sampling(temperature=0.0)
 WARM = Sampling(temperature=0.9, top_p=0.95)
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [7, 2], [2, 7, 1, 8], [5, 5, 5], [1, 16, 2, 3, 4]]
-SHAPES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-KINDS: dict[str, dict[str, Any]] = {
-    "llama": {"intermediate_size": 16, "num_key_value_heads": 1},
-    "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16},
-    "gemma2": {
-        **{"intermediate_size": 16, "num_key_value_heads": 1, "head_dim": 8},
-        **{"sliding_window": 4, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
-    },
-}
 
 
 @cache
 def model_of(kind, seed, limit=64):
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(
-        kind, **SHAPES, **SMALL, **KINDS[kind], max_position_embeddings=limit
-    )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).float()
-    return redrawn(model, 0.35)
-
-
-def decoder_of(kind, tree, verifier):
-    target = model_of(kind, 1)
-    return SpeculativeDecoder(
-        target, DraftModelProposer(stirred(copy.deepcopy(target), 0.08)), tree, verifier
-    )
-
-
-def run(decoder, rows, sampling, new_tokens=12):
-    prompts = [PROMPTS[row] for row in rows]
-    generators = [generator(100 + row) for row in rows]
-    batch = decoder.generate(prompts, sampling, new_tokens, generators, eos_ids=(6,))
-    return batch.generations
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": limit}
+    sizes |= {"word_embed_proj_dim": 16, "eos_token_id": None}
+    return redrawn(tiny_family(kind, seed, **sizes), 0.35)
 
 
 def test_counts_of_a_hand_computed_run():
@@ -205,22 +171,15 @@ def test_under_autocast_outputs_are_the_targets_own(fast):
 
 def test_a_rope_that_changes_with_length_ends_the_context(golden):
     """Behind the pretrained context longrope would change every key that is already cached."""
-    rope = {
+    rope: dict[str, Any] = {
         "rope_type": "longrope",
         "rope_theta": 1e4,
         "short_factor": [1.0, 1.0],
         "long_factor": [4.0, 4.0],
     }
-    config = AutoConfig.for_model(
-        "llama",
-        **SHAPES,
-        **SMALL | {"hidden_size": 8},
-        intermediate_size=8,
-        max_position_embeddings=64,
-        rope_parameters=rope | {"original_max_position_embeddings": 24},
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    rope |= {"original_max_position_embeddings": 24}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "max_position_embeddings": 64}
+    model: Any = tiny_family("llama", 0, **sizes, rope_parameters=rope)
     decoder = SpeculativeDecoder(model, DraftModelProposer(model), "chain:4")
     with golden.raises(ValueError):
         decoder.generate([[1] * 20], GREEDY, 5, [generator(0)])
@@ -259,17 +218,3 @@ def test_equal_prompts_are_read_once_and_go_their_own_ways(draft):
     together = decoder.generate(prompts, WARM, 12, streams, eos_ids=()).generations
     assert [row.output_ids for row in together] == [row.output_ids for row in apart]
     assert read[:2] == [3, 6]
-
-
-def test_decoding_leaves_the_callers_attention_as_it_was():
-    """cuDNN's attention, which plans anew for every length, is off while a batch is decoded."""
-    was_on = torch.backends.cuda.cudnn_sdp_enabled()
-    during: list[bool] = []
-    SpeculativeDecoder(model_of("llama", 1)).generate(
-        PROMPTS[:2],
-        max_new_tokens=3,
-        eos_ids=(),
-        on_tokens=lambda *_: during.append(torch.backends.cuda.cudnn_sdp_enabled()),
-    )
-    assert during and not any(during)
-    assert torch.backends.cuda.cudnn_sdp_enabled() == was_on

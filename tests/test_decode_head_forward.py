@@ -4,9 +4,7 @@ Legend: B rows, q queries, T tokens, H hidden size, D draft vocabulary, e nodes 
 of a path.
 """
 
-import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +12,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.decode import SpeculativeDecoder
 from draftsmith.decode.head_forward import BlockHeadForward, EagleForward
 from draftsmith.decode.native import kernel
-from draftsmith.decode.packed_weights import PackedLinear, kernel_products, packs_of, take_over
+from draftsmith.decode.packed_weights import packs_of, take_over
 from draftsmith.decode.propose.head_proposers import (
     BlockAsModel,
     HeadAsModel,
-    HeadProposer,
     block_behind,
 )
 from draftsmith.decode.propose.network import pending_block
@@ -29,7 +25,6 @@ from draftsmith.decode.runner import Block, Runner
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleConfig, EagleHead, draw
 from draftsmith.drafts.heads.eagle3 import Eagle3Config, Eagle3Head
-from draftsmith.drafts.heads.medusa import HeadsConfig, HydraHeads, MedusaHeads, ParallelHeads
 from draftsmith.drafts.heads.mtp import MtpConfig, MtpHead, layer_of
 
 pytestmark = pytest.mark.skipif(kernel() is None, reason="needs the compiled kernel")
@@ -250,88 +245,3 @@ def test_a_head_that_it_does_not_know_runs_its_own_forward(kind, ran):
         head.fc.__dict__["forward"] = head.fc.forward
     outputs(head, fast=True)
     assert not ran
-
-
-def parallel(kind, dtype=torch.float32, bias=False, **options):
-    """Heads with weights of their own, that bf16 holds. Logits are capped."""
-    model: Any = target()
-    if bias:
-        model.lm_head.bias = nn.Parameter(torch.randn(VOCABULARY))
-    model.bfloat16().to(dtype)
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "vocab_size": VOCABULARY, "num_heads": 3}
-    config = HeadsConfig(kind=kind, **sizes, **options)
-    head: Any = (MedusaHeads if kind == "medusa" else HydraHeads)(config, model)
-    torch.manual_seed(1)
-    for weight in head.parameters():
-        nn.init.normal_(weight, 0.0, 0.1)
-    projection = replace(head.borrowed.projection, scale=0.5, softcap=4.0)
-    head.borrowed = replace(head.borrowed, projection=projection)
-    return head.bfloat16().to(dtype).eval().requires_grad_(False)
-
-
-PARALLEL: dict[str, dict[str, Any]] = {
-    "medusa": {"kind": "medusa"},
-    "medusa, two layers": {"kind": "medusa", "num_layers": 2},
-    "hydra": {"kind": "hydra"},
-    "hydra, two layers": {"kind": "hydra", "num_layers": 2},
-    "hydra, own projection": {"kind": "hydra", "own_projection": True},
-    "hydra, bias of the map": {"kind": "hydra", "skip_bias": True, "num_layers": 2},
-}
-
-
-def parallel_inputs(head, number, rows):
-    random = torch.Generator().manual_seed(3)
-    features_BeH = torch.randn(rows, 4, HIDDEN, generator=random)
-    if isinstance(head, MedusaHeads):
-        return features_BeH[:, :1]
-    tokens_Bed = torch.randint(VOCABULARY, (rows, 4, number + 1), generator=random)
-    return head.inputs(features_BeH, tokens_Bed)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "pairs"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)]
-)
-@pytest.mark.parametrize("name", PARALLEL)
-@torch.inference_mode()
-def test_equals_the_products_of_parallel_heads(monkeypatch, name, dtype, pairs, bias):
-    library: Any = kernel()
-    monkeypatch.setattr(library, "pairs", pairs and library.pairs)
-    with torch.inference_mode(False):
-        head, exact = (
-            parallel(**PARALLEL[name], bias=bias, dtype=each) for each in (dtype, torch.float32)
-        )
-    for owned in (head.borrowed.target, head):
-        take_over(owned)
-        packs_of(owned).prepare(owned)
-    tolerance = 0.02 if dtype == torch.bfloat16 else 1e-5
-    for number, rows in itertools.product(range(3), (1, 3)):
-        given = parallel_inputs(head, number, rows)
-        with kernel_products():
-            logits = head.logits_of(number, given)
-        wanted = exact.logits_of(number, given.float())
-        torch.testing.assert_close(logits.float(), wanted, atol=tolerance, rtol=tolerance)
-    if isinstance(head, MedusaHeads):
-        together = exact(given.float())
-        assert torch.equal(exact.logits_of(1, given.float()), together[:, :, 1])
-
-
-@pytest.mark.parametrize("name", ["medusa", "hydra, two layers"])
-@pytest.mark.parametrize("tree", ["chain:2", "kary:3,2"])
-def test_parallel_heads_run_as_deep_as_the_tree(monkeypatch, name, tree):
-    calls = []
-    plain = ParallelHeads.logits_of
-
-    def counted(self, number, inputs):
-        packed = [isinstance(each, PackedLinear) for each in self.modules()]
-        assert sum(packed) >= 3
-        calls.append((number, inputs.shape[1]))
-        return plain(self, number, inputs)
-
-    monkeypatch.setattr(ParallelHeads, "logits_of", counted)
-    head = parallel(**PARALLEL[name])
-    model = head.borrowed.target
-    take_over(model, head)
-    SpeculativeDecoder(model, HeadProposer(head), tree).generate(PROMPTS, max_new_tokens=24)
-    siblings = 3 if tree == "kary:3,2" and name != "medusa" else 1
-    assert set(calls) == {(0, 1), (1, siblings)}

@@ -3,13 +3,11 @@
 Counted on a CPU, at the calls of torch that compute; a GPU runs each of them as one kernel or more.
 """
 
-import re
 from collections import Counter
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.utils import run_and_get_code
 from torch.overrides import TorchFunctionMode
 
 from draftsmith.decode import SpeculativeDecoder
@@ -85,30 +83,3 @@ def test_a_layer_of_a_recorded_step_has_these_kernels(dtype, more, monkeypatch):
         return counts[-1]
 
     assert of_a_layer(of_model) == PRODUCTS | OTHERS | more
-
-
-@pytest.mark.slow(30)
-def test_a_layer_of_a_compiled_step_has_these_kernels():
-    """Seven products, attention, two norms, rotation with the cache, and the gate."""
-
-    def of_model(layers):
-        torch._dynamo.reset()
-        decoder = SpeculativeDecoder(
-            random_llama(0, 32, hidden=32, layers=layers), compile="inductor"
-        )
-        _, (code, *_) = run_and_get_code(
-            lambda: decoder.generate([[1]], max_new_tokens=2, eos_ids=())
-        )
-        calls = code.partition("def call(")[2].partition("def benchmark")[0]
-        return Counter(re.findall(r"(extern_kernels|cpp_fused|torch\.ops)[\w.]*\(", calls))
-
-    assert of_a_layer(of_model) == {"extern_kernels": 7, "cpp_fused": 4, "torch.ops": 1}
-
-
-def test_a_gpu_tunes_what_it_compiles_and_a_cpu_does_not(monkeypatch):
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda _, **options: asked.append(options["options"]))
-    for backend, device in (("inductor", "cuda"), ("inductor", "cpu"), ("eager", "cuda")):
-        steps._compiled(lambda tensors: tuple(tensors), backend, torch.device(device))
-    tuned = {"coordinate_descent_tuning": True, "max_autotune": True}
-    assert asked == [tuned, None, None]

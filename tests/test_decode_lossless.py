@@ -530,25 +530,6 @@ def test_output_distribution_of_a_target_with_a_state(variant, kind):
     assert statistic(made, SAMPLED, 1_200, 1e-4) < 1
 
 
-# Verifiers and ways to sample meet in one function's distributions, so that each is tried, and not
-# every two.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "sampling"), list(zip(LOSSLESS, itertools.cycle(SAMPLINGS), strict=False))
-)
-def test_every_way_to_sample_is_the_targets(rule, sampling):
-    for tree in ("chain:3", "kary:2,2,2"):
-        if tree == "chain:3" or not VERIFIERS[rule].chains_only:
-            made = decoder("draft", tree, rule)
-            assert statistic(made, SAMPLINGS[sampling], 6_000, 1e-4) < 1, tree
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "tree"), [("speculative", "chain:3"), ("mcsd", "kary:3,2")])
-def test_output_distribution_is_the_targets_in_a_large_sample(rule, tree):
-    assert statistic(decoder("draft", tree, rule), SAMPLINGS["T=1"], 30_000, 1e-4) < 1
-
-
 def test_the_distributions_differ_enough_to_tell():
     for sampling in SAMPLINGS.values():
         p, q = (exact_distribution(llama(seed), PROMPT, LENGTH, sampling) for seed in (2, 7))

@@ -71,26 +71,6 @@ def same_numbers(a, b):
 SHAPES = [(1, 1), (3, 65), (63, 7), (64, 128), (65, 129), (130, 300), (200, 511)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_sixteen_bits_give_the_bits_of_fp32(library, monkeypatch, dtype, outputs, inputs):
-    monkeypatch.setattr(library, "tiles", False)
-    generator = torch.Generator().manual_seed(outputs * inputs)
-    weight = torch.randn(outputs, inputs, generator=generator).to(dtype).float()
-    bias = torch.randn(outputs, generator=generator)
-    narrow = PackedMatrix(library, weight)
-    monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
-    wide = PackedMatrix(library, weight)
-    assert wide.values.dtype == torch.float32
-    assert (
-        narrow.values.dtype == dtype or inputs * outputs < 10
-    )  # a few values may fit bf16 by chance
-    for rows in range(1, 65) if outputs * inputs < 9000 else (1, 2, 5, 6, 7, 12, 13, 29, 61, 64):
-        x = torch.randn(rows, inputs, generator=generator)
-        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
-        assert same_numbers(narrow.linear(x, bias, other), wide.linear(x, bias, other))
-
-
 @pytest.fixture(params=["tiles", "pairs"])
 def of_bf16(request):
     """The kernel of a processor that multiplies bf16 by tile registers (AMX), or pairs of bf16
@@ -181,47 +161,6 @@ def test_it_stands_beside_the_tiles_of_torch(of_bf16):
         ours.append(matrix.linear(x))
     assert all(torch.equal(product, theirs[0]) for product in theirs)
     assert all(torch.equal(product, ours[0]) for product in ours)
-
-
-@pytest.mark.parametrize("threads", [1, 2, 7])
-def test_bf16_has_the_same_bits_with_any_number_of_threads(of_bf16, threads):
-    generator = torch.Generator().manual_seed(0)
-    matrix = PackedMatrix(of_bf16, torch.randn(200, 300, generator=generator).bfloat16())
-    x = torch.randn(MOST_ROWS + 5, 300, generator=generator)
-    before = torch.get_num_threads()
-    products = [matrix.linear(x[:rows]) for rows in (1, 6, 7, MOST_ROWS + 5)]
-    torch.set_num_threads(threads)
-    again = [matrix.linear(x[:rows]) for rows in (1, 6, 7, MOST_ROWS + 5)]
-    torch.set_num_threads(before)
-    assert all(map(torch.equal, products, again))
-
-
-@pytest.mark.parametrize(
-    ("outputs", "inputs"), [(1, 64), (63, 128), (64, 64), (65, 192), (130, 320)]
-)
-def test_four_bits_give_the_bits_of_fp32(library, monkeypatch, outputs, inputs):
-    generator = torch.Generator().manual_seed(outputs * inputs)
-    codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator, dtype=torch.uint8)
-    scales, table = (
-        torch.randn(outputs, inputs // 64, generator=generator),
-        torch.randn(16, generator=generator),
-    )
-    indices = torch.stack([codes >> 4, codes & 15], dim=2).reshape(outputs, inputs).long()
-    weight = table[indices] * scales.repeat_interleave(64, dim=1)
-    four, bias = (
-        PackedMatrix.of_codes(library, codes, scales, table),
-        torch.randn(outputs, generator=generator),
-    )
-    monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
-    wide = PackedMatrix(library, weight)
-    assert torch.equal(four.rows(torch.arange(outputs)), weight)
-    # 4 bits a value and a scale for 64 of them, the surplus columns of the last panel, and the
-    # table.
-    assert four.values.numel() == 64 + wide.values.numel() * 36 // 64
-    for rows in (1, 2, 5, 6, 7, 12, 13, 29, 61, MOST_ROWS + 1):
-        x = torch.randn(rows, inputs, generator=generator)
-        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
-        assert torch.equal(four.linear(x, bias, other), wide.linear(x, bias, other))
 
 
 SPECIAL = [

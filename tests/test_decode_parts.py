@@ -57,36 +57,6 @@ def test_no_step_copies_the_cache(tree, bound):
     assert all(place == places[0] for place in places)
 
 
-def test_a_row_that_ends_leaves_at_once_and_costs_one_row_at_most():
-    target = random_llama(1, 17, layers=3)
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10], [11, 12], [13, 3], [14], [2, 2]]
-    lengths: set[int] = set()
-    left = 0
-    for eos in range(17):
-        generators = [generator(0)] * len(prompts)
-        with torch.inference_mode():
-            decoder = SpeculativeDecoder(target)
-            options = Options(GREEDY, 40, frozenset({eos}))
-            run = BatchRun(decoder, decoder._new_runner(), options, prompts, generators)
-        while run.batch:
-            rows, moved = len(run.batch), run.runner.cache.bytes_moved
-            with torch.inference_mode():
-                run.step()
-            if not run.batch:
-                break
-            assert (
-                len(run.batch) == len(run.runner.lengths) == keys_of(run.runner.cache, 0).shape[0]
-            )
-            gone = rows - len(run.batch)
-            left += gone
-            # Each row that leaves makes room for one other at most, and every row keeps its one new
-            # cell.
-            cells = gone * max(run.runner.lengths) + rows
-            assert run.runner.cache.bytes_moved - moved <= cells * cell_bytes(run.runner)
-        lengths |= {len(row.ids) for row in run.rows}
-    assert len(lengths) > 5 and left > 30
-
-
 def some_stats(depth):
     count = st.integers(0, 1000)
     by_depth = st.lists(count, min_size=depth, max_size=depth).map(tuple)
@@ -115,9 +85,6 @@ def test_a_ratio_over_zero_is_none():
     assert empty.accept_at == (0.0, None)
     full = DecodeStats(target_calls=4, emitted=10, accepted=6, depth_sum=8)
     assert full.tau == 2.5 and full.alpha_mcsd == 0.75
-
-
-Prompts = list[tuple[int, list[int], torch.Generator]]
 
 
 def queue(prompts):

@@ -19,15 +19,12 @@ import pytest
 
 import draftsmith as ds
 from draftsmith.__main__ import main
-from draftsmith.alignment.config import AlignConfig
-from draftsmith.cli.examples import ROAD
 from draftsmith.core.suites import expand, suite_names
 from draftsmith.train.losses import LOSSES
 from draftsmith.train.trainees import TRAINEES
 from tests.method_page import markdown
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 TRAINING = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
 LAUNCHING = (ROOT / "docs" / "several-processes.md").read_text(encoding="utf-8")
@@ -150,15 +147,6 @@ def test_the_tour_runs():
     assert {"image/png", "text/html"} <= kinds, "a plot, and a picture of the tokens"
 
 
-def test_the_tour_is_stored_small_and_as_it_ran():
-    cells = json.loads(TOUR.read_text(encoding="utf-8"))["cells"]
-    assert TOUR.stat().st_size < 100_000
-    assert not any(
-        output["output_type"] == "error" for cell in cells for output in cell.get("outputs", [])
-    )
-    assert str(ROOT) not in TOUR.read_text(encoding="utf-8")
-
-
 def test_the_python_page_names_all_there_is_and_its_parts_of_ones_own_work(
     tmp_path, monkeypatch, capsys
 ):
@@ -189,16 +177,6 @@ def test_docs_examples_and_tour_import_from_the_front_door_alone():
         texts[page.name] = re.sub(r"^```diff\n.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     found = {name: behind.findall(text) for name, text in texts.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-def test_the_tutorial_quotes_the_record_of_the_shipped_pair():
-    tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-    for member in ("target", "base"):
-        record = json.loads(
-            (ROOT / "draftsmith" / "demo" / "pair" / member / "draftsmith.json").read_text()
-        )
-        for value in record["heldout_perplexity"].values():
-            assert f"{value:.1f}" in tutorial, f"{member}: perplexity {value}"
 
 
 def test_training_page_names_what_there_is():
@@ -238,12 +216,6 @@ def test_links_and_pictures_lead_somewhere(page):
                 for heading in headings
             }
             assert anchor in slugs, f"{page.name}: {target}"
-
-
-def test_the_road_of_the_help_trains_as_align_does():
-    (train,) = [line for line in ROAD.splitlines() if " train " in line]
-    (objective,) = AlignConfig(target="x", prompts="y", out="z").objective
-    assert f"--objective {objective} " in train
 
 
 def test_the_page_of_methods_holds_the_table_of_what_decode_can_do():

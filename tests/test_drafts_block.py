@@ -5,15 +5,12 @@ Legend: B rows, T tokens, A anchors, S slots, H hidden size.
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-from draftsmith.core.hidden_states import forward_with_states
 from draftsmith.drafts.heads import HEADS
 from draftsmith.drafts.heads.block import target_layers_of
-from tests.train_laws import FAMILIES, SIZES, tiny_family
+from tests.train_laws import tiny_family
 
-KINDS = ("dflash", "jetspec", "dspark")
-V, S, WINDOW = SIZES["vocab_size"], 5, 9
+S = 5
 
 
 def make_head(kind, target, **options):
@@ -24,79 +21,6 @@ def make_head(kind, target, **options):
         for parameter in head.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
     return head
-
-
-@torch.no_grad()
-def text(target, head, rows=2, tokens=17):
-    ids_BT = torch.randint(0, V, (rows, tokens), generator=torch.Generator().manual_seed(3))
-    _, states = forward_with_states(target, head.hidden_layers, input_ids=ids_BT)
-    return ids_BT, list(states)
-
-
-@torch.no_grad()
-def decoded_block(head, ids_BT, states, anchor):
-    """`[B, depths, H]`: the context comes in two parts, as decoding accepts it, then one block."""
-    cache, rows = DynamicCache(), len(ids_BT)
-    context_BTH = head.fuse([state[:, :anchor] for state in states])
-    positions_BT = torch.arange(anchor).expand(rows, -1)
-    for part in (slice(0, anchor // 2), slice(anchor // 2, anchor)):
-        if part.stop > part.start:
-            head.remember(context_BTH[:, part], positions_BT[:, part], cache)
-    positions_BS = anchor + torch.arange(S).expand(rows, -1)
-    context = positions_BS[:, :, None] - positions_BT[:, None, :] < (head.config.window or 99)
-    own = torch.ones(S, S, dtype=torch.bool)
-    mask = torch.cat(
-        [context, (own.tril() if head.config.causal else own).expand(rows, -1, -1)], -1
-    )[:, None]
-    states_BDH = head.slots(head.states(head.block(ids_BT[:, anchor]), mask, positions_BS, cache))
-    return states_BDH
-
-
-@pytest.mark.parametrize("window", [None, WINDOW])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_many_blocks_in_one_forward_are_each_what_decoding_computes(
-    family, kind, window, monkeypatch
-):
-    """Law 5, for every family; also over more than one group of blocks."""
-    monkeypatch.setattr("draftsmith.drafts.heads.block._QUERIES", 3 * S)
-    target = tiny_family(family)
-    head = make_head(kind, target, window=window)
-    ids_BT, states = text(target, head)
-    with torch.no_grad():
-        all_BADH = head.drafted(ids_BT, states, torch.arange(ids_BT.shape[1]).expand(2, -1))
-    assert all_BADH.shape[2] == head.depths == (S if kind == "dspark" else S - 1)
-    for anchor in (0, 1, 7, 16):
-        torch.testing.assert_close(
-            decoded_block(head, ids_BT, states, anchor), all_BADH[:, anchor], atol=1e-4, rtol=0
-        )
-
-
-def test_a_slot_sees_later_slots_unless_causal_and_never_the_anchor_s_own_state():
-    target = tiny_family("llama")
-    for kind in KINDS:
-        head = make_head(kind, target)
-        ids_BT, states = text(target, head, 1)
-        before = decoded_block(head, ids_BT, states, 6)
-        with torch.no_grad():
-            later = head.drafted(
-                ids_BT,
-                [state * (torch.arange(17) < 6)[:, None] for state in states],
-                torch.tensor([[6]]),
-            )
-            torch.testing.assert_close(later[:, 0], before, atol=1e-5, rtol=0)
-            # The last slot's token changes the slots before it, unless they are causal.
-            ids_BS = head.block(ids_BT[:, 6])
-            ids_BS[:, -1] = 11
-            cache = DynamicCache()
-            head.remember(
-                head.fuse([state[:, :6] for state in states]), torch.arange(6)[None], cache
-            )
-            seen = torch.ones(S, 6 + S, dtype=torch.bool)
-            mask = (seen.tril(6) if head.config.causal else seen)[None, None]
-            changed = head.slots(head.states(ids_BS, mask, 6 + torch.arange(S)[None], cache))
-        same = torch.allclose(changed[:, :-1], before[:, :-1], atol=1e-5)
-        assert same == head.config.causal
 
 
 def test_the_markov_head_and_the_confidence_read_the_token_before():

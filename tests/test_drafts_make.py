@@ -249,17 +249,3 @@ def test_an_embedding_that_is_only_looked_up_costs_nothing(tied):
     model = LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=tied))
     everything = sum(parameter.numel() for parameter in model.parameters())
     assert read_per_token(model) == everything - (0 if tied else V * H)
-
-
-def test_a_draft_of_more_than_half_of_the_active_parameters_is_warned_of(golden):
-    """It reads a tenth of all."""
-    sizes: Any = {"vocab_size": V, "hidden_size": H, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2}
-    experts = {"num_local_experts": 32, "num_experts_per_tok": 1, "intermediate_size": 64}
-    with torch.device("meta"):
-        mixture = AutoConfig.for_model("mixtral", **sizes, **experts)
-        target: Any = AutoModelForCausalLM.from_config(mixture)
-        draft = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=64))
-    read, whole = read_per_token(draft), sum(each.numel() for each in target.parameters())
-    assert read < 0.1 * whole
-    golden(str(too_costly(read, read_per_token(target))))

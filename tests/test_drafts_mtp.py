@@ -12,8 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling
@@ -150,32 +148,6 @@ def test_a_native_layer_drafts_as_in_transformers(nextn):
     assert 0 < accepted < len(PROMPTS) * NEW_TOKENS / 2
 
 
-def transformers_states(target, ids_1T, features_1TH):
-    """What transformers' own MTP model gives behind these features of the target."""
-    if not hasattr(MtpModel, "forward_layer"):
-        pytest.skip("this transformers runs its MTP layers only in generate()")
-    cache = MtpCache(config=target.config.get_mtp_config())
-    positions_1T = torch.arange(1, ids_1T.shape[1])[None]
-    model = MtpModel.from_pretrained(target)
-    return model.forward_layer(0, features_1TH, positions_1T, cache, input_ids=ids_1T[:, 1:])
-
-
-@torch.no_grad()
-@pytest.mark.usefixtures("transformers_knows")
-def test_a_native_layer_gives_the_logits_of_transformers(nextn):
-    target: Any = load_model(str(nextn), device="cpu")
-    head: Any = load_head("mtp", target)
-    ids_1T = torch.tensor([PROMPTS[2]])
-    features_1TH = target.model(ids_1T).last_hidden_state[:, :-1]
-    states = transformers_states(target, ids_1T, features_1TH)
-    ours_1TV, ours_1TH = head(ids_1T[:, 1:], features_1TH)
-    torch.testing.assert_close(ours_1TH, states, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(ours_1TV, target.lm_head(states), atol=1e-5, rtol=1e-5)
-    target.config._name_or_path = ""  # a target that was not loaded from this checkpoint
-    again: Any = load_head(f"mtp:{nextn}", target)
-    assert torch.equal(ours_1TV, again(ids_1T[:, 1:], features_1TH)[0])
-
-
 def test_a_directory_may_hold_the_layer_alone(nextn, tmp_path, golden):
     target = load_model(str(nextn), device="cpu")
     tensors = load_file(nextn / "model.safetensors")
@@ -310,9 +282,7 @@ def without_layer(checkpoint, out):
 @torch.no_grad()
 @pytest.mark.usefixtures("transformers_knows")
 def test_a_lost_layer_is_attached_again_as_it_was(nextn, tmp_path, door):
-    """The names, shapes and values of the published file, beside the target's own; transformers
-    computes the same with it.
-    """
+    """The names, shapes and values of the published file, beside the target's own."""
     lost = without_layer(nextn, tmp_path / "lost")
     out = tmp_path / "whole"
     words = ["export", "--target", lost, "--format", "mtp", "--out", out]
@@ -326,12 +296,10 @@ def test_a_lost_layer_is_attached_again_as_it_was(nextn, tmp_path, door):
     first = sorted(lost.glob("*.safetensors"))[0]
     assert (out / first.name).samefile(first)
     assert head_kind(out) is None
-    target: Any = load_model(str(out), device="cpu")
-    head: Any = load_head("mtp", target)
-    ids_1T = torch.tensor([PROMPTS[2]])
-    features_1TH = target.model(ids_1T).last_hidden_state[:, :-1]
-    theirs = transformers_states(target, ids_1T, features_1TH)
-    torch.testing.assert_close(head(ids_1T[:, 1:], features_1TH)[1], theirs, atol=1e-5, rtol=1e-5)
+    target = load_model(str(out), device="cpu")
+    native = load_head(f"mtp:{nextn}", target).state_dict()
+    for name, value in load_head("mtp", target).state_dict().items():
+        assert torch.equal(native[name], value), name
 
 
 @torch.no_grad()
@@ -356,15 +324,7 @@ def test_a_tuned_layer_replaces_the_native_one(tmp_path, door):
     save_head(tuned, tmp_path / "tuned")
     out = tmp_path / "out"
     door.ok(
-        "export",
-        "--draft",
-        tmp_path / "tuned",
-        "--target",
-        checkpoint,
-        "--format",
-        "mtp",
-        "--out",
-        out,
+        *f"export --draft {tmp_path}/tuned --target {checkpoint} --format mtp --out".split(), out
     )
     held: dict[str, Tensor] = {}
     for file in out.glob("*.safetensors"):
@@ -455,26 +415,3 @@ def test_the_native_layer_drafts_and_is_trained_by_name(served, distilled, tmp_p
     ]
     assert any(apart)
     door.refused("decode", *words, "--draft", f"mtp:{tmp_path / 'tuned'}")
-
-
-def test_a_native_layer_of_a_hybrid_target_drafts_chains(tmp_path):
-    """Greedy tokens are those of `generate`, in a batch of rows that accept different numbers."""
-    target: Any = load_model(str(write_qwen(tmp_path, experts=4)), device="cpu")
-    head: Any = load_head("mtp", target)
-    with torch.no_grad():
-        # A layer that adds little: the head repeats the target's own guess.
-        head.fc.weight.copy_(torch.cat([torch.zeros(H, H), torch.eye(H)], dim=1))
-        head.pre_fc_norm_hidden.weight.zero_()
-        head.norm.weight.zero_()
-        for name in ("self_attn.o_proj.weight", "mlp.experts.down_proj"):
-            head.layers[0].get_parameter(name).mul_(0.1)
-    decoder = SpeculativeDecoder(target, HeadProposer(head), "chain:3")
-    batch = decoder.generate(PROMPTS, Sampling(temperature=0.0), NEW_TOKENS, eos_ids=())
-    for prompt, generation in zip(PROMPTS, batch.generations, strict=True):
-        ids_1T = torch.tensor([prompt])
-        mask_1T = torch.ones_like(ids_1T)
-        output = target.generate(
-            ids_1T, attention_mask=mask_1T, do_sample=False, max_new_tokens=NEW_TOKENS
-        )
-        assert generation.output_ids == output[0, len(prompt) :].tolist()
-    assert len({generation.stats.accepted for generation in batch.generations}) > 1

@@ -3,28 +3,22 @@
 Legend: B rows, T tokens, H hidden size.
 """
 
-import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import draftsmith as ds
 from draftsmith.core.hidden_states import body, body_states, forward_with_states
 from draftsmith.core.models import fingerprint
 from draftsmith.core.state_store import StateFiles
-from draftsmith.decode.packed_weights import packs_of, take_over
-from draftsmith.decode.runner import Runner
-from draftsmith.decode.supported_models import ability
 from draftsmith.drafts.heads import HEADS, load_head, save_head
 from draftsmith.drafts.heads.block import DFlashHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.train.batch import Batch
 from draftsmith.train.frozen_target import FrozenTarget
 from tests.hybrid_models import hybrid
-from tests.tiny_models import random_llama, stirred
+from tests.tiny_models import stirred
 from tests.train_laws import SIZES, tiny_family
 
 LAST = SIZES["num_hidden_layers"]
@@ -82,16 +76,6 @@ def test_the_last_tap_is_what_the_last_layer_returns(kind):
     assert not torch.allclose(raw, final, atol=0.1)
 
 
-def test_the_last_tap_of_gemma_3():
-    sizes: dict[str, Any] = SIZES | {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4}
-    torch.manual_seed(0)
-    target, ids_BT = Gemma3ForCausalLM(Gemma3TextConfig(**sizes)).eval(), ids_of()
-    raw_BTH, final_BTH = hooked(target, "model.layers", ids_BT)
-    with torch.no_grad():
-        _, (raw, final) = forward_with_states(target, (LAST, -1), input_ids=ids_BT)
-    assert torch.equal(raw, raw_BTH) and torch.equal(final, final_BTH)
-
-
 @pytest.mark.parametrize("kind", [*FAMILIES, *STATEFUL])
 @torch.no_grad()
 def test_states_are_the_ones_that_transformers_keeps(kind):
@@ -102,39 +86,6 @@ def test_states_are_the_ones_that_transformers_keeps(kind):
     assert torch.equal(zero, kept.hidden_states[0])
     assert torch.equal(one, kept.hidden_states[1])
     assert torch.equal(final, kept.last_hidden_state)
-
-
-@torch.no_grad()
-def test_states_that_nobody_reads_are_not_kept():
-    target = random_llama(1, SIZES["vocab_size"], layers=12)
-    returned: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def watch(module, given, output):
-        returned.append(weakref.ref(output))
-        alive.append(sum(state() is not None for state in returned))
-
-    body_states(target, (2, 6, -1), input_ids=ids_of(), use_cache=False)
-    for layer in target.model.layers:
-        layer.register_forward_hook(watch)
-    body_states(target, (2, 6, -1), input_ids=ids_of(), use_cache=False)
-    # What the two readers read and returned, what the last layer read and returned.
-    assert len(alive) == 12 and max(alive) <= 6
-
-
-@pytest.mark.parametrize("native", [True, False])
-@torch.inference_mode()
-def test_decoding_reads_the_raw_output(native):
-    """The kernel's forward, and torch's; without gradients, as the engine runs them."""
-    target = random_llama(1, SIZES["vocab_size"], hidden=64, heads=2)
-    ids_BT = ids_of(rows=1)
-    expected = hooked(target, "model.layers", ids_BT)
-    take_over(target)
-    packs = packs_of(target) if native else None
-    run = Runner(target, ability(target).windows, None, packs)
-    found = run.prefill(ids_BT.tolist(), 4, (LAST, -1))
-    for state, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(state, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 what we accept.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,9 @@ from transformers import (
 )
 
 import draftsmith as ds
-from benchmarks.lib.engines import ask, complete, llama_server, work
+from benchmarks.lib.engines import ask, complete, llama_server
 from draftsmith.core.models import load_model
 from draftsmith.core.tokenization import load_tokenizer
-from draftsmith.drafts.config import GGUF_TYPES
 from draftsmith.drafts.heads import Head, save_head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -33,12 +31,10 @@ from draftsmith.drafts.layouts.table import LAYOUTS
 from draftsmith.drafts.load import load_source
 from tests.engine_proofs import proven_by_llama_cpp, proven_by_speculators
 from tests.learnt_heads import AHEAD, TOKENS, learn
-from tests.openvino_ir import OPENVINO, engine, openvino_ir, openvino_request
+from tests.openvino_ir import engine
 from tests.tiny_models import stirred
 
 ROOT = Path(__file__).parents[1]
-# Scripts that run in the engines' environments.
-WORKERS = Path(__file__).with_name("workers")
 PAIR = ROOT / "draftsmith" / "demo" / "pair"
 TEXTS = [
     "Return the value of the",
@@ -62,9 +58,6 @@ def pair():
 @pytest.fixture(scope="module")
 def prompts(pair):
     return [pair.encode(text) for text in TEXTS]
-
-
-Outputs = list[ds.Output]
 
 
 @pytest.fixture(scope="module")
@@ -139,48 +132,6 @@ def test_transformers_assistant_model(pair, prompts, ours):
         assert len(calls) == out.stats.target_calls
 
 
-def test_openvino_genai(prompts, ours, after_one, tmp_path):
-    python = engine("openvino")
-    for role in ("target", "base"):
-        openvino_ir(str(PAIR / role), tmp_path / role / "openvino")
-    found = work(
-        python,
-        OPENVINO,
-        tmp_path / "target",
-        tmp_path / "base",
-        openvino_request(tmp_path, prompts, TOKENS),
-    )
-    for way in found["ways"].values():
-        assert way["outputs"] == [[out.output_ids for out in ours]]
-    # Its first call is the prompt's, without a draft; its count of accepted tokens leaves out those
-    # of the last step.
-    calls, its = zip(*found["counts"][str(AHEAD)], strict=True)
-    assert [count - 1 for count in calls] == [out.stats.target_calls for out in after_one]
-    assert all(
-        0 <= mine - count <= AHEAD for count, mine in zip(its, accepted(after_one), strict=True)
-    )
-
-
-def test_onnxruntime_genai(exports, prompts, ours, tmp_path):
-    python = engine("openvino")
-    models = exports("hf")
-    request = {
-        "prompts": prompts,
-        "max_new_tokens": TOKENS,
-        "threads": 1,
-        "assistant_tokens": [AHEAD],
-    }
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    words = (models["target"], models["base"], tmp_path / "built", tmp_path / "request.json")
-    rows = work(python, WORKERS / "onnx_generate.py", *words)["answers"]
-    assert [row["tokens"] for row in rows] == [out.output_ids for out in ours]
-    # It drafts from the prompt on, as we do.
-    assert [row["stats"]["rounds"] for row in rows] == [out.stats.target_calls for out in ours]
-    assert equal_but_for_the_last_step(
-        [row["stats"]["draft_tokens_accepted"] for row in rows], accepted(ours)
-    )
-
-
 def test_llama_cpp(exports, pair, prompts, ours, after_one):
     server = engine("llama-server")
     models = {role: str(path / "model.gguf") for role, path in exports("gguf").items()}
@@ -253,27 +204,6 @@ def test_llama_cpp_accepts_of_an_eagle3_head_what_we_accept(
     assert sum(accepted(mine)) > len(TEXTS), "hardly anything was accepted, so nothing was compared"
 
 
-def test_llama_cpp_cuts_text_with_the_spelling_of_sentencepiece(tmp_path):
-    """Its own converter gives every token of such a tokenizer the same score, and cuts text
-    wrongly.
-    """
-    model = ROOT.parent / "shared" / "models" / "stories260k"
-    if not model.is_dir():
-        pytest.skip(f"{model} is not here")
-    server = engine("llama-server")
-    ds.export(ds.ExportConfig(draft=str(model), format="gguf", out=str(tmp_path / "out")))
-    tokenizer = load_tokenizer(str(model))
-    texts = [
-        "Once upon a time there was a little girl",
-        "The dog ran; 12 birds sang.",
-        "naïve café",
-    ]
-    with llama_server(server, ["-m", str(tmp_path / "out" / "model.gguf"), "-c", "256"]) as port:
-        for text in texts:
-            tokens = ask(port, "tokenize", {"content": text, "add_special": True})["tokens"]
-            assert tokens == tokenizer(text)["input_ids"]
-
-
 SHAPE: dict[str, Any] = dict(
     hidden_size=64,
     intermediate_size=96,
@@ -314,54 +244,6 @@ def test_llama_cpp_continues_as_models_of_every_family_do(family, tmp_path):
     )
     ds.export(config)
     proven_by_llama_cpp(model.eval(), tmp_path / "out" / FILE, server)
-
-
-@pytest.fixture(scope="module")
-def even(tmp_path_factory):
-    """A target whose rows are blocks of 32 values, its prompts' greedy answers, and its GGUF."""
-    place = tmp_path_factory.mktemp("even")
-    model = stirred(LlamaForCausalLM(LlamaConfig(**SHAPE)), 0.3).eval()
-    model.save_pretrained(place / "model")
-    load_tokenizer(str(PAIR / "target")).save_pretrained(place / "model")
-    name = str(place / "model")
-    ds.export(ds.ExportConfig(draft=name, format="gguf", out=str(place / "out"), type="F32"))
-    pair = ds.load_pair(name, device="cpu", dtype="float32")
-    answers = [
-        (
-            pair.encode(text),
-            pair.generate(text, temperature=0, max_new_tokens=TOKENS, ignore_eos=True),
-        )
-        for text in TEXTS
-    ]
-    return name, place / "out" / FILE, answers
-
-
-@pytest.mark.parametrize("kind", GGUF_TYPES)
-def test_llama_cpp_drafts_with_matrices_of_every_type(kind, even, tmp_path):
-    """The target drafts for itself: rounding it changes what is accepted, and no answer."""
-    server = engine("llama-server")
-    name, target, answers = even
-    ds.export(ds.ExportConfig(draft=name, format="gguf", out=str(tmp_path / "out"), type=kind))
-    words = f"--spec-type draft-simple --spec-draft-n-max {AHEAD} -c 256 -np 1 -t 1 -fa off".split()
-    words += ["-m", str(target), "-md", str(tmp_path / "out" / FILE)]
-    words += "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 --spec-draft-p-min 0".split()
-    with llama_server(server, words) as port:
-        rows = [complete(port, prompt, TOKENS) for prompt, _ in answers]
-    assert [row["tokens"] for row in rows] == [out.output_ids for _, out in answers]
-    drafted = sum(row["timings"]["draft_n"] for row in rows)
-    share = sum(row["timings"]["draft_n_accepted"] for row in rows) / drafted
-    assert share == 1.0 if kind == "F32" else share > 0
-
-
-@pytest.fixture(scope="module")
-def eagle3(tmp_path_factory):
-    """A head on the demo's target with parameters away from where they began, and its directory."""
-    target = load_model(str(PAIR / "target"), device="cpu")
-    fresh = Eagle3Head.fresh(target, draft_vocab=range(0, 4096, 2), norms="eagle3")
-    head = stirred(fresh, 0.02)
-    path = tmp_path_factory.mktemp("eagle3") / "head"
-    save_head(head, path)
-    return head.eval(), path
 
 
 SPECULATORS_HEADS: dict[str, Callable[[Any], Head]] = {

@@ -10,12 +10,9 @@ import sys
 import tarfile
 import tomllib
 import zipfile
-from importlib import metadata
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from draftsmith.core.errors import EXTRAS
 
@@ -219,29 +216,3 @@ def test_every_extra_that_users_are_told_to_install_exists():
                 )  # else it is installed by its name
     assert {"bnb", "deepspeed"} <= set(named), "the search finds nothing"
     assert {extra: name for extra, name in named.items() if extra not in extras} == {}
-
-
-def test_every_module_imports_with_what_make_install_alone_installs(tmp_path):
-    """`.ci/run` does so where nothing else is installed, and runs commands there."""
-    base: set[str] = set()
-    waiting = [Requirement(line) for line in PROJECT["project"]["dependencies"]]
-    while waiting:
-        needed = waiting.pop()
-        name = canonicalize_name(needed.name)
-        if name not in base and (needed.marker is None or needed.marker.evaluate({"extra": ""})):
-            base.add(name)
-            waiting += [Requirement(line) for line in metadata.requires(name) or ()]
-    hidden = []
-    for module, owners in metadata.packages_distributions().items():
-        if base.isdisjoint(map(canonicalize_name, owners)) and "draftsmith" not in owners:
-            hidden.append(module)
-    assert {"pytest", "ray", "wandb"} <= set(hidden)
-    lines = [f"sys.modules[{module!r}] = None" for module in hidden]
-    (tmp_path / "sitecustomize.py").write_text("\n".join(["import sys", *lines]))
-    path = os.pathsep.join([str(tmp_path), str(ROOT), *sys.path])
-    worker = str(ROOT / "tests" / "workers" / "base_install.py")
-    words = [sys.executable, worker, "imports"]
-    done = subprocess.run(
-        words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -132,16 +132,3 @@ def test_a_service_answers_500_requests_with_flat_memory(service):
     assert len(left) == REQUESTS // 5
     # Of 35 pieces.
     assert all(2 <= len(client.pieces) <= 4 for client in left)
-
-
-@pytest.mark.slow(5)
-def test_a_service_answers_a_wrong_request_with_its_reason(service):
-    for path in ("/three/stream", "/three/generate"):
-        client = Client()
-        answer = asyncio.run(client.post(service.app, path, prompt="a"))
-        assert client.status == 400
-        assert json.loads(answer) == {"error": "three: no such pair; there are one, two"}
-    for path in ("/one/stream", "/one/generate"):
-        client = Client()
-        answer = asyncio.run(client.post(service.app, path, prompt="dog " * 200))
-        assert client.status == 400 and "96" in json.loads(answer)["error"]

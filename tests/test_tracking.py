@@ -8,21 +8,17 @@ import pty
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from unittest.mock import MagicMock, call
+from unittest.mock import MagicMock
 
 import pytest
 
 from draftsmith.core import wandb_runs
 from draftsmith.core.errors import InputError
-from draftsmith.core.options import identity
 from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.decision import decide
 from draftsmith.eval.results import Results
 from draftsmith.eval.tracking import track
-from draftsmith.train.config import TrainConfig
-from draftsmith.train.tracking import log_again, start
 from tests.distilled import write_rows
 from tests.results_made_up import BASE, BOTH, made_up
 from tests.train_laws import BEFORE, metrics
@@ -93,38 +89,6 @@ def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
     assert SECRET not in printed
-
-
-def test_the_config_of_a_run_has_every_option_and_its_id_only_those_that_decide(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(wandb_runs, "announce", lambda run: None)
-
-    def started(processes, **options):
-        config = TrainConfig(out="o", data=["d"], draft="s", tracker="wandb", **options)
-        accelerator = MagicMock()
-        beside = asdict(config) | {"processes": processes}
-        start(accelerator, tmp_path, {"config": identity(config)}, beside, tracker="wandb")
-        made = accelerator.init_trackers.call_args.kwargs["init_kwargs"]["wandb"]
-        return made
-
-    one = started(1, batch_size=4)
-    shown = one["config"]
-    assert (shown["batch_size"], shown["processes"], shown["device"]) == (4, 1, "auto")
-    assert shown["head"]["features"] is None and shown["versions"]["torch"]
-    again = started(2, batch_size=2)
-    assert again["id"] == one["id"] and again["config"]["processes"] == 2
-    assert started(1, batch_size=4, seed=1)["id"] != one["id"]
-
-
-def test_steps_that_the_run_lacks_are_logged_again():
-    tracker = MagicMock(tracker=MagicMock(step=2))
-    tracker.name = "wandb"
-    lines = [json.dumps({"step": step, "loss": step, "heldout_tau_2": 1}) for step in range(4)]
-    log_again(MagicMock(trackers=[tracker]), lines)
-    assert tracker.log.mock_calls == [
-        call({"train/loss": step, "heldout/tau_2": 1}, step=step) for step in (2, 3)
-    ]
 
 
 @pytest.mark.parametrize("busy", [False, True])

@@ -89,35 +89,15 @@ def test_chunked_is_unchunked(name, chunk, temperature, size):
         assert sums.missing is None
 
 
-def test_stored_rows_are_laws_over_the_top_and_one_more():
+def test_the_tail_of_a_stored_row_is_in_proportion_to_the_draft():
+    """So nothing pulls inside the tail: a stored row says of it how much it is, and no more."""
     torch.manual_seed(1)
     draft, target = torch.randn(2, 5, TARGET, dtype=torch.float64).unbind()
     logprobs, ids = target.log_softmax(-1).topk(3)
     stored = StoredTeacher(ids, logprobs, 1 - logprobs.exp().sum(-1))
-    target_p = stored.logits(slice(None), draft).double().exp()
-    torch.testing.assert_close(target_p.sum(-1), torch.ones(5, dtype=torch.float64))
-    p, q = target.softmax(-1), draft.softmax(-1)
-    top = stored.top_ids_NK
-
-    def parts(target_p):
-        named = target_p.gather(1, top)
-        return torch.cat([named, 1 - named.sum(-1, keepdim=True)], -1)
-
-    torch.testing.assert_close(target_p.gather(1, top), p.gather(1, top))
-    tokens = torch.zeros(5, dtype=torch.long)
-    for name in ("fkl", "rkl", "tvd", "jsd", "lk_alpha", "lk_hybrid"):
-        found = LOSSES[name](draft, target_p.log(), tokens)
-        torch.testing.assert_close(
-            found, LOSSES[name](parts(q).log(), parts(p).log(), tokens), atol=1e-6, rtol=1e-5
-        )
-    assert (
-        LOSSES["fkl"](draft, target_p.log(), tokens) <= LOSSES["fkl"](draft, target, tokens) + 1e-6
-    ).all()
-    # Nothing pulls inside the tail: its gradient is in proportion to the draft's own distribution.
-    leaf = draft.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(LOSSES["fkl"](leaf, target_p.log(), tokens).sum(), leaf)
-    ratio = (slope / q).scatter(1, top, math.nan)
-    assert (ratio - ratio.nanmean(-1, keepdim=True)).nan_to_num().abs().max() < 1e-5
+    ratio = stored.logits(slice(None), draft).double().exp() / draft.softmax(-1)
+    tail = ratio.scatter(1, ids, math.nan)
+    assert (tail - tail.nanmean(-1, keepdim=True)).nan_to_num().abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("size", [7, 15])
@@ -233,13 +213,3 @@ def test_a_model_whose_logits_are_made_otherwise_is_refused(golden):
         find_projection(model, "draft")
     with golden.raises():
         find_projection(model.base_model, "target")
-
-
-def batch_of(size=61):
-    torch.manual_seed(5)
-    ids = torch.randint(2, size, (3, 12))
-    labels = ids.roll(-1, 1)
-    labels[:, :3] = IGNORE
-    labels[1, 6:] = IGNORE
-    labels[:, -1] = IGNORE
-    return Batch(ids, labels)

@@ -27,7 +27,6 @@ from draftsmith.train.data import (
     document_tokens,
     load_examples,
     packed,
-    trained_prompts,
     with_replay,
 )
 from draftsmith.train.loop import curves
@@ -237,27 +236,6 @@ def turns_of(*turns):
     return [{"role": role, "content": content} for role, content in turns]
 
 
-def test_a_chat_is_trained_on_all_its_answers(tmp_path, tokenizer, monkeypatch, capsys, golden):
-    template = "{% for m in messages %}{{ m.content }}\n\n{% endfor %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    source = write_rows(tmp_path / "m.jsonl", {"messages": turns_of(*CHAT)})
-    examples = load_examples([source], tokenizer, 64)
-    golden(capsys.readouterr().err)
-    cuts = []
-    for row in examples.rows:
-        prompt = tokenizer.decode(row["prompt_ids"], skip_special_tokens=True)
-        cuts.append((prompt, tokenizer.decode(row["response_ids"])))
-    assert cuts == [
-        ("Who?\n\n", "The fox</s>"),
-        ("Who?\n\nThe fox\n\nAnd?\n\n", "the dog</s>"),
-    ]
-    labels = collate(examples, [1]).labels_BT[0].tolist()
-    row = examples.rows[1]
-    first = len(row["prompt_ids"]) - 1
-    assert labels[:first] == [IGNORE] * first
-    assert labels[first:-1] == row["response_ids"]
-
-
 def test_a_chat_of_text_trains_what_its_ids_train(tmp_path, tokenizer, monkeypatch, golden):
     template = (
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
@@ -345,24 +323,6 @@ def test_a_chat_of_ids_is_on_one_side(tmp_path, tokenizer, form):
     assert chats[0].isdisjoint(chats[1])
 
 
-def test_what_is_asked_is_on_one_side_whatever_the_date(tmp_path):
-    """Two sets of the same questions, made on two days, hold out the same ones."""
-    days = []
-    for day in (26, 27):
-        rows = pairs(*(([day, question], [3, day]) for question in range(30, 42)))
-        for row in rows:
-            row["asked"] = f"{row['prompt_ids'][1] * 7919 % 97:016x}"
-        days.append(write(tmp_path / str(day), rows))
-    training, heldout = divide(load_examples(days, None, 24), 0.25)
-    assert len(heldout.rows) == 6
-    questions = {row["prompt_ids"][1] for row in heldout.rows}
-    assert questions.isdisjoint(row["prompt_ids"][1] for row in training.rows)
-    for source in days:
-        alone = divide(load_examples([source], None, 24), 0.25)[1]
-        assert {row["prompt_ids"][1] for row in alone.rows} == questions
-    assert {int(row["asked"], 16) for row in heldout.rows} <= set(trained_prompts(heldout))
-
-
 def random_rows(seed, count, longest=9):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(0, longest, (count, 2)) + [0, 1]
@@ -425,27 +385,6 @@ def test_every_document_is_in_one_row_and_rows_are_full():
     assert used.mean() > 0.95 * 64
     assert rows == pack(lengths, 64, seed=1)
     assert rows != pack(lengths, 64, seed=2)
-
-
-def test_packed_batches_hold_what_the_rows_hold(tmp_path):
-    plain = examples_of(tmp_path, "set", random_rows(0, 40))
-    together = packed(plain, seed=3)
-    assert together.groups is not None
-    assert len(together) == len(together.groups) < len(plain) == 40
-    assert together.valid_tokens.sum() == plain.valid_tokens.sum()
-    assert together.digest != plain.digest
-    assert packed(plain, seed=3).groups == together.groups
-    for unit, group in enumerate(together.groups):
-        batch = collate(together, [unit])
-        assert batch.positions_BT is not None and batch.documents_BT is not None
-        assert batch.ids_BT.shape[1] <= 24
-        assert int((batch.labels_BT != IGNORE).sum()) == together.valid_tokens[unit]
-        for document, row in enumerate(group):
-            alone = collate(plain, [row])
-            mine = batch.documents_BT[0] == document
-            assert batch.ids_BT[0, mine].tolist() == alone.ids_BT[0].tolist()
-            assert batch.labels_BT[0, mine].tolist() == alone.labels_BT[0].tolist()
-            assert batch.positions_BT[0, mine].tolist() == list(range(alone.ids_BT.shape[1]))
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

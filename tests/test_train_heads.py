@@ -16,7 +16,6 @@ from torch._inductor.compile_fx import compile_fx
 from transformers import AttentionInterface, Cache, DynamicCache
 
 from draftsmith.core.hidden_states import forward_with_states
-from draftsmith.core.models import fingerprint
 from draftsmith.core.state_store import StateFiles
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
@@ -436,32 +435,3 @@ def test_a_full_cache_stays_within_its_bound_and_keeps_what_it_has(tmp_path, pro
     again = cache_at(tmp_path, max_bytes=bound)
     hits = [number for number in range(90) if again.get([number] * 10, (1, -1)) is not None]
     assert len(hits) > 20 and hits == list(range(len(hits)))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@every_kind
-def test_training_on_cached_features_is_training_on_features(kind, dtype, target, tmp_path):
-    online = trainee_of(kind, target)(batch_of(ROWS))
-
-    def cache():
-        return StateFiles(tmp_path, fingerprint(target), dtype)
-
-    first = trainee_of(kind, target, states=cache())(batch_of(ROWS))
-    found = trainee_of(kind, target, states=cache(), packing=True)
-    # A target that is not asked cannot answer.
-    found.target.model.base_model.forward, asked = _refuse, found.target.model.base_model.forward
-    try:
-        again = found(batch_of(ROWS))
-        packed = found(packed_batch([[1, 0], [2, 3]]))
-    finally:
-        found.target.model.base_model.forward = asked
-    assert torch.equal(again.loss, first.loss) and torch.equal(
-        again.depth_alpha_D, first.depth_alpha_D
-    )
-    torch.testing.assert_close(packed.loss, first.loss, atol=1e-4, rtol=1e-4)
-    tolerance = 1e-5 if dtype == torch.float32 else 0.03
-    torch.testing.assert_close(first.loss, online.loss, atol=0, rtol=tolerance)
-
-
-def _refuse(*args, **options):
-    raise AssertionError("the target was asked")

@@ -69,7 +69,7 @@ def test_the_best_alpha_is_kept_and_as_many_checkpoints_as_asked_for(
 ):
     # A rate so high that the figures go up and down, each in its own way.
     more = f"--target {target_dir} --optim.lr 0.1 --eval_every 1 --keep 3".split()
-    assert door(*words, *more, "--out", tmp_path / "draft")[0] == 0
+    door.ok(*words, *more, "--out", tmp_path / "draft")
     assert checkpoints(tmp_path) == [f"step_{step:08d}" for step in (18, 21, 24)]
     judged = metrics(tmp_path / "draft", "heldout_alpha")
     best = max(judged, key=lambda line: line["heldout_alpha"])
