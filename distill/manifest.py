@@ -55,8 +55,8 @@ _BESIDE = (".part-*.sha256", checksum_file(Path(PROMPTS)).name)
 SET_FORMAT = "draftsmith distilled set"
 _PARTS = "part-*.parquet"
 _EMPTY = "empty-*.json"
-# Columns of a part that the manifest sums over.
-_COLUMNS = ["prompt_id", "turn", "response_ids", "finish_reason", "tokens_from"]
+# Columns of a part that the manifest sums over, if it has them.
+_COLUMNS = ["prompt_id", "turn", "response_ids", "finish_reason", "tokens_from", COLUMN]
 
 
 def kept_date(out: Path) -> str | None:
@@ -172,10 +172,8 @@ def _add_up(out: Path, parts: int) -> JsonObject:
     ends = Counter(stop=0, length=0)
     tokens_from: Counter[str] = Counter()
     read = 0
-    rows = 0
-    tokens = 0
     teacher: Counter[str] = Counter()
-    texts: Counter[str] = Counter(prompts=0, different=0, repeating=0)
+    texts: Counter[str] = Counter()
     path = out / "errors.jsonl"
     with atomic_file(path) as temporary, temporary.open("w", encoding="utf-8") as lines:
         for index in range(parts):
@@ -184,27 +182,23 @@ def _add_up(out: Path, parts: int) -> JsonObject:
             if summary is None:
                 raise RunError(f"{part}: was deleted while the run wrote; run it again")
             if part.exists():
-                with reading(part):
-                    names = pq.read_schema(part).names
-                    taught = [COLUMN] if COLUMN in names else []
-                    table = pq.read_table(part, columns=[*_COLUMNS, *taught])
+                with reading(part), pq.ParquetFile(part) as opened:
+                    rows = opened.read(_COLUMNS).to_pylist()
                 digest = checksum_file(part).read_text()
-                files.append({"file": part.name, "rows": len(table), "sha256": digest})
-                rows += len(table)
+                files.append({"file": part.name, "rows": len(rows), "sha256": digest})
                 # All samples of a prompt are in one part.
-                asked = set()
-                answers = set()
-                for row in table.to_pylist():
-                    prompt = (row["prompt_id"], row["turn"])
-                    answer = tuple(row["response_ids"])
-                    asked.add(prompt)
-                    answers.add((prompt, answer))
-                    texts["repeating"] += repeats(answer)
-                    tokens += len(answer)
-                    ends[row["finish_reason"]] += 1
-                    tokens_from[row["tokens_from"]] += 1
-                    teacher.update(_teacher(row) if taught else {})
-                texts.update(prompts=len(asked), different=len(answers))
+                prompts = [(row["prompt_id"], row["turn"]) for row in rows]
+                answers = [tuple(row["response_ids"]) for row in rows]
+                texts.update(
+                    prompts=len(set(prompts)),
+                    different=len(set(zip(prompts, answers, strict=True))),
+                    repeating=sum(map(repeats, answers)),
+                    tokens=sum(map(len, answers)),
+                )
+                ends.update(row["finish_reason"] for row in rows)
+                tokens_from.update(row["tokens_from"] for row in rows)
+                for row in rows if COLUMN in rows[0] else ():
+                    teacher.update(_teacher(row))
             read += summary["read"]
             digests.append(summary["digest"])
             errors: list[tuple[int, Shortfall, str]] = []
@@ -225,13 +219,13 @@ def _add_up(out: Path, parts: int) -> JsonObject:
             "prompts_done": read - skipped - failed,
             "prompts_skipped": skipped,
             "prompts_failed": failed,
-            "rows": rows,
+            "rows": ends.total(),
             "rows_dropped": reasons["dropped"].total(),
         },
         **{f"{why}_because": reasons[why].lines(why) for why in SHORTFALLS},
         "finish_reasons": dict(ends),
         "tokens_from": dict(tokens_from),
-        "response_tokens": tokens,
+        "response_tokens": texts.pop("tokens", 0),
         "texts": {**texts, "teacher": dict(teacher)},
         "prompts_digest": hash_json(digests),
         "digest": hash_json([file["sha256"] for file in files]),

@@ -318,6 +318,19 @@ def greedy_ids(target_dir, prompts_file):
     return found
 
 
+def test_tokens_behind_the_end_of_a_text_are_counted(door, target_dir, prompts_file):
+    words = f"--target {target_dir} --prompts {prompts_file} --temperature 1".split()
+    words += ["--max_new_tokens", "90"]
+    ended = door.summary("decode", *words)
+    assert ended["behind_end"] == 0
+    whole = door.summary("decode", *words, "--ignore_eos")
+    behind = 0
+    for one, other in zip(ended["outputs"], whole["outputs"], strict=True):
+        assert other["output_ids"][: len(one["output_ids"])] == one["output_ids"]
+        behind += len(other["output_ids"]) - len(one["output_ids"])
+    assert whole["behind_end"] == behind > 0
+
+
 @pytest.mark.parametrize("verifier", ["greedy", "typical"])
 def test_a_lossy_verifier_is_said(door, target_dir, draft_dir, verifier):
     words = (

@@ -152,7 +152,7 @@ def test_what_is_missing_is_one_line(pair, tmp_path, golden):
         (tmp_path / "half", DIGEST),
     ):
         with golden.raises():
-            StoredStates(tmp_path / place, ends, digest)
+            StoredStates(tmp_path / place, ends, digest).require(rows(), (2, -1), 99, "data")
     shard = found.file(rows()[0])
     content = bytearray(shard.read_bytes())
     content[-9] ^= 1

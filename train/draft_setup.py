@@ -26,7 +26,7 @@ from draftsmith.core.models import (
     read_per_token,
     vocabulary_size,
 )
-from draftsmith.core.ranks import groups, say, with_target
+from draftsmith.core.ranks import groups, with_target
 from draftsmith.core.records import RECORD
 from draftsmith.core.state_store import (
     StateFiles,
@@ -44,7 +44,6 @@ from draftsmith.drafts.draft_vocabulary import (
     commonest_tokens,
     draft_vocabulary,
     likely_tokens,
-    outside,
     rarest_token,
     read_draft_vocabulary,
     write_draft_vocabulary,
@@ -236,15 +235,6 @@ def drafted_tokens(draft: Draft) -> list[int] | None:
     elif isinstance(draft, DraftVocabulary) and draft.reduced:
         ids_D = draft.target_ids_D
     return None if ids_D is None else ids_D.tolist()
-
-
-def announce_draft_vocabulary(job: TrainingJob, draft: Draft) -> None:
-    """Print how much of the held-out responses a draft of a part of the vocabulary lacks."""
-    ids = job.drafted
-    if ids is not None:
-        whole = vocabulary_size(draft) if isinstance(draft, PreTrainedModel) else draft.vocab_size
-        lacks = outside(ids, job.heldout.response_counts)
-        say(f"train: drafts {len(ids):,} of {whole:,} tokens; of the held-out responses {lacks}")
 
 
 def make_trainee(job: TrainingJob, draft: Draft) -> Trainee:

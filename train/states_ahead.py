@@ -226,9 +226,6 @@ class StatesAhead(StoredStates):
     def _size(self, tokens: int) -> int:
         return _FILE_BYTES + tokens * self._token_bytes
 
-    def _check_any(self) -> None:
-        """What is not here is asked for."""
-
 
 def _asking(config: TrainConfig) -> DistillConfig:
     assert config.target is not None

@@ -83,7 +83,7 @@ _CALIBRATION_ROWS = 512
 # Of the record of a draft.
 _SUMMARY = (
     *("objective", "steps", "best_step", "heldout_loss", "heldout_alpha", "heldout_tau"),
-    *("confidence_error", "fingerprint"),
+    *("heldout_missing_mass", "confidence_error", "fingerprint"),
 )
 # Below this alpha one drafted token saves less than the cheapest step of a draft costs.
 _NO_USE = 0.05
@@ -236,7 +236,6 @@ def _prepare(config: TrainConfig, loss: LossFn | None) -> _Prepared:
     source = None if loss is None else loss_digest(loss)
     job = replace(job, identity=_identity(job, draft) | {"loss_source": source})
     if is_main():
-        draft_setup.announce_draft_vocabulary(job, draft)
         _announce(job)
     trainee = draft_setup.make_trainee(job, draft)
     # From here on random numbers are for dropout and noise; processes with one seed would all drop

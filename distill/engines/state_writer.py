@@ -20,6 +20,7 @@ from draftsmith.core.errors import InputError, RunError, first_line
 from draftsmith.core.io import JsonObject, make_dir
 from draftsmith.core.model_configs import read_config
 from draftsmith.core.models import load_model
+from draftsmith.core.settings import loading
 from draftsmith.core.state_store import StateFiles, checkpoint_digest
 from draftsmith.distill.config import DistillConfig
 from draftsmith.drafts.heads.eagle3 import aux_layers
@@ -57,15 +58,8 @@ class StateWriter:
         self.taken = 0
         self.rows: dict[int, Sequence[int]] = {}
         self.probes: dict[int, tuple[Sequence[int], Tensor]] = {}
-        ends = load_model(
-            config.target,
-            device="cpu",
-            dtype=config.dtype,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            layers=False,
-        )
-        self._likelihood = StateLikelihood(ends)
+        on_cpu = loading(config) | {"device": "cpu"}
+        self._likelihood = StateLikelihood(load_model(config.target, **on_cpu, layers=False))
         self._width = int(model.hidden_size)
         self._incoming = Path(config.states) / "incoming"
         make_dir(self._incoming, "states")
@@ -120,12 +114,8 @@ class StateWriter:
 
     def _why_wrong(self, tokens: Sequence[int], states_LTH: Tensor, ids: Sequence[int]) -> str:
         layers, length, width = states_LTH.shape
-        if min(length, len(tokens)) < len(ids) - 1:
-            return (
-                f"holds {length}; a hit of the prefix cache shortens it, serve without that cache"
-            )
-        if tokens != list(ids[:-1]):
-            return "is of other tokens"
+        if length < len(tokens) or tokens != list(ids[:-1]):
+            return f"holds {length}, or others: serve without the prefix cache, which shortens it"
         if (layers, width) != (len(self.layers), self._width):
             return (
                 f"has {layers} states of {width} values a token, not {len(self.layers)} of "

@@ -109,6 +109,8 @@ def _train(config: "TrainConfig", command: str) -> CommandResult:
     if "heldout_alpha" in summary:
         # The best alpha decides, and another step may have a lower loss.
         best = f"alpha {summary['heldout_alpha']:.4f} ({best} there)"
+    if missing := summary.get("heldout_missing_mass"):
+        best += f", {missing:.4f} of the mass cannot be drafted,"
     line = (
         f"{summary['checkpoint']}: {summary['steps']} steps, best held-out {best} at step "
         f"{summary['best_step']}"

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from itertools import chain, product
+from itertools import chain, dropwhile, product
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +18,7 @@ from draftsmith.core.devices import peak_memory
 from draftsmith.core.errors import InputError, shown
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, hash_json, jsonl, write_text_atomic
+from draftsmith.core.models import eos_ids
 from draftsmith.core.options import identity
 from draftsmith.core.progress import progress
 from draftsmith.core.prompts import Prompt, PromptSet, content_id, read_prompts, room_for_prompts
@@ -202,6 +203,11 @@ def _summary(
     stats = sum((output.stats for output in outputs), DecodeStats())
     prefill_s = sum(output.prefill_s for output in outputs)
     decode_s = sum(output.decode_s for output in outputs)
+    ends = eos_ids(decoding.decoder.target)
+    behind_end = 0
+    for output in outputs:
+        ended = dropwhile(lambda token: token not in ends, output.output_ids)
+        behind_end += len(list(ended)[1:])
     peak, kind = peak_memory(decoding.decoder.target.device)
     summary: JsonObject = {
         "rows": len(outputs),
@@ -223,6 +229,7 @@ def _summary(
         "copied_accepted": stats.copied_accepted,
         "alpha_mcsd": stats.alpha_mcsd,
         "seconds": prefill_s + decode_s,
+        "behind_end": behind_end,
         "prefill_s": prefill_s,
         "decode_s": decode_s,
         "tokens_per_s": stats.emitted / decode_s if decode_s else None,
@@ -270,6 +277,8 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
         f"draft; prompt {summary['prefill_s']:.2f} s, then {summary['decode_s']:.2f} s "
         f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
     )
+    if behind := summary["behind_end"]:
+        lines.append(f"{behind} of these tokens are behind the end of their text (--ignore_eos)")
     if summary.get("gain"):
         steps = Counter[str]()
         for name, count in summary["chosen"].items():

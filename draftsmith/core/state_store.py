@@ -244,19 +244,11 @@ class StoredStates(StateFiles):
         packed = eight_bits.exists() and not own.exists()
         super().__init__(directory, fingerprint, target.dtype, eight_bits=packed)
         self._place = directory
-        self._check_any()
         self._norm = final_norm(target)
         self._device = target.device
         self._last = layout_of(target).count - 1
         # By the file of a row that is cut, that of the whole row.
         self._whole: dict[Path, Path] = {}
-
-    def _check_any(self) -> None:
-        if not self._directory.exists():
-            raise InputError(
-                f"states: {self._place}: holds no states of this target in {_name_of(self.dtype)}; "
-                "write them with draftsmith distill --states, or give the --dtype that was served"
-            )
 
     def require(
         self, rows: Iterable[Sequence[int]], layers: Sequence[int], length: int, option: str
@@ -274,8 +266,9 @@ class StoredStates(StateFiles):
         if lacking:
             missing = set(layers) - self.layers_of(lacking[0])
             raise InputError(
-                f"states: {self._place}: {len(lacking)} of {count} rows of `{option}` lack states "
-                f"(layers {sorted(missing)}); write them with draftsmith distill --states"
+                f"states: {self._place}: {len(lacking)} of {count} rows of `{option}` lack those "
+                f"of layers {sorted(missing)} in {_name_of(self.dtype)}; write them with "
+                "draftsmith distill --states, or give the --dtype that was served"
             )
 
     def finds(self, ids: Sequence[int], layers: Sequence[int], length: int) -> bool:

@@ -146,13 +146,6 @@ def rarest_token(counts: Counter[int], embedding_VH: Tensor) -> int:
     return min(embedded, key=lambda token: (counts[token], -token))
 
 
-def outside(ids: Sequence[int], counts: Counter[int]) -> str:
-    """In words: how many of the tokens of a text that did not choose `ids` are not among them."""
-    every = counts.total()
-    missing = every - sum(counts[token] for token in ids)
-    return f"{missing:,} of {every:,} tokens are outside ({missing / max(every, 1):.1%})"
-
-
 def to_target(logits: Tensor, ids_D: Tensor, size: int) -> Tensor:
     """Logits `[..., D]` of these tokens as logits over all `size` tokens, `[..., V]`: -inf for the
     others.
