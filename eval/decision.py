@@ -66,11 +66,6 @@ class Cell:
         """The lower bound of the speedup; 0 without one."""
         return float(self.speedup["low"] or 0.0) if self.speedup else 0.0
 
-    @property
-    def high(self) -> float:
-        """The upper bound of the speedup."""
-        return float(self.speedup["high"] or math.inf) if self.speedup else math.inf
-
 
 @dataclass(frozen=True)
 class Judged:
@@ -114,11 +109,6 @@ class Judged:
         lows = [math.log(cell.low or 1e-9) for cell in self.timed]
         return pays, sum(lows) / len(lows)
 
-    def reaches(self, other: "Judged") -> bool:
-        """Whether its speedups overlap another one's in every cell."""
-        pairs = zip(self.timed, other.timed, strict=False)
-        return all(one.high >= two.low for one, two in pairs)
-
 
 @dataclass(frozen=True)
 class Decision:
@@ -126,8 +116,8 @@ class Decision:
 
     setting: what is judged; None if nothing was timed. cells: those of the setting. needed: tokens
     per target call that pay, if too few of them decide. comparisons: the speedups that were
-    compared. busy: whether the machine was, in an undecided cell. robust: another draft that may be
-    as fast and is accepted more out of distribution.
+    compared. busy: whether the machine was, in an undecided cell. served: the best setting that
+    pays and that an engine has.
     """
 
     verdict: Outcome
@@ -137,7 +127,7 @@ class Decision:
     needed: float | None = None
     comparisons: int = 0
     busy: bool = False
-    robust: str = ""
+    served: Setting | None = None
 
     @property
     def paying(self) -> list[FigureRow]:
@@ -196,7 +186,7 @@ def decide(results: ResultsTable) -> Decision:
         cells=cells,
         comparisons=sum(len(one.timed) for one in judged),
         busy=any(results.busy(tau["set"], tau["temperature"]) for tau in open_taus),
-        robust=_more_robust(results, best, timed),
+        served=_served(results, timed),
     )
 
 
@@ -245,18 +235,13 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
     return mean + away if end == "high" else mean - away
 
 
-def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -> str:
-    """Of the drafts whose speedups overlap the best ones in every cell, the one with the highest
-    alpha out of distribution, if its interval lies above that of the best; else empty.
-    """
-    if "ood" not in results.kinds:
-        return ""
-    own = results.figure("alpha", best.setting.draft, "ood")
-    if own is None or own["high"] is None:
-        return ""
-    better = {"": 0.0}
+def _served(results: ResultsTable, timed: Sequence[Judged]) -> Setting | None:
+    """The best setting that pays and that an engine has: a chain of a draft that it serves."""
+    able = []
     for one in timed:
-        row = results.figure("alpha", one.setting.draft, "ood")
-        if row and one.reaches(best) and (row["low"] or 0.0) > own["high"]:
-            better[one.setting.draft] = row["value"] or 0.0
-    return max(better, key=better.__getitem__)
+        chain = one.setting.tree.removeprefix("chain:").isdecimal()
+        pays, _ = one.merit
+        if chain and pays and results.models[one.setting.draft].get("engine"):
+            able.append(one)
+    best = max(able, key=lambda one: one.merit, default=None)
+    return best.setting if best else None

@@ -39,7 +39,7 @@ def load(
         )
         skipped = tuple((f"row {skip.row}", skip.reason) for skip in read.skipped)
         kind: SuiteKind = "id" if name in id_sets else "ood"
-        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows, read.more))
+        suites.append(Suite(name, kind, source, read.prompts, skipped, read.rows))
         reads.append(read)
     options: dict[str, Any] = loading(config) | {"quantize": config.quantize}
     if isinstance(config, EvalConfig):

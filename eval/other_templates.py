@@ -5,7 +5,6 @@ target (arXiv 2605.09992). Prompts take turns: each is changed in one of the way
 chat template allows.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +15,6 @@ from draftsmith.core.chats import SWITCH, Chat, ChatRefused, encode_messages
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompt_rows import IN_OTHER_TEMPLATES
 from draftsmith.core.prompts import PromptSet, Skipped, read_prompts
-from draftsmith.core.ranks import say
 from draftsmith.core.template_date import date_of
 from draftsmith.core.tokenization import Tokenizer, encode_text
 
@@ -76,20 +74,16 @@ def read_set(source: str, tokenizer: Tokenizer, **options: Any) -> PromptSet:
         return found
     changed = []
     skipped = list(found.skipped)
-    counts: Counter[str] = Counter()
     for index, prompt in enumerate(found.prompts):
         if prompt.chat is None:
             skipped.append(Skipped(prompt.row, "it is no chat; only chats have a template"))
             continue
         ways = _ways(tokenizer, prompt.chat.question())
         way = list(ways)[index % len(ways)]
-        counts[way] += 1
         name = f"{prompt.id}-{way}"
         changed.append(replace(prompt, id=name, ids=tuple(ways[way])))
     if not changed:
         raise InputError(f"{source}: none of its rows is a chat; only chats have a template")
-    shown = ", ".join(f"{count} {way}" for way, count in counts.items())
-    say(f"{source}: {len(changed)} chats are changed: {shown}")
     return replace(found, source=source, prompts=tuple(changed), skipped=tuple(skipped))
 
 

@@ -160,8 +160,8 @@ def of_target(name: str, target: PreTrainedModel) -> Iterator[Remark]:
     """Warn if the target was padded by `widen`, and if the native kernel is missing."""
     if small := getattr(target.config, "widened_from", None):
         padded = f"padded with zeros to {parameter_count(target):,}"
-        text = f"target {name}: is a model of {small:,} parameters {padded}; it writes and accepts "
-        text += "like the small model, and costs as much as a large one"
+        text = f"target {name}: is a model of {small:,} parameters {padded}; it writes the same"
+        text += " and costs as much as a large one"
         yield Remark(about="widened_target", text=text)
     if slower := missing_kernel(target.device):
         yield Remark(about="missing_kernel", text=f"speeds are of {slower}")

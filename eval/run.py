@@ -3,13 +3,10 @@
 import atexit
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from draftsmith.core import wandb_runs
 from draftsmith.core.devices import (
@@ -29,9 +26,10 @@ from draftsmith.core.template_date import date_of
 from draftsmith.decode.compiled.steps import check_backend
 from draftsmith.decode.method import Method
 from draftsmith.decode.propose.sources import AnyDraft
-from draftsmith.drafts.draft_sources import models_of
+from draftsmith.drafts.config import DoctorConfig
+from draftsmith.drafts.doctor import first_engine
+from draftsmith.drafts.draft_sources import is_joined, models_of
 from draftsmith.drafts.load import LoadedModels
-from draftsmith.drafts.vocabulary import vocabulary_map
 from draftsmith.eval import remarks
 from draftsmith.eval.absent_target import options_of, read_answers
 from draftsmith.eval.cells import Evaluation
@@ -45,8 +43,8 @@ from draftsmith.eval.remarks import announce
 from draftsmith.eval.report.page import write_report
 from draftsmith.eval.request import EvalRequest, check, draft_and_seed
 from draftsmith.eval.results import SCHEMA_VERSION, Results
-from draftsmith.eval.schema import Remark
-from draftsmith.eval.suites import Suite, suite_rows
+from draftsmith.eval.schema import ModelRow, Remark
+from draftsmith.eval.suites import suite_rows
 from draftsmith.eval.timing import decoder_of, records_steps
 from draftsmith.eval.tracking import track
 
@@ -124,7 +122,7 @@ def _prepared(
         answers = read_answers(request, states.states)
         suites = answers.suites
         pair = answers.pair
-    drafts = _drafts(request, suites, pair)
+    drafts = _drafts(request, pair)
     # Sampling options that are left out come from the target's generation_config.json.
     hottest = sampling_options(given) | {"temperature": max(given.temperature)}
     found = resolve_sampling(given.target, pair.target, hottest)
@@ -135,6 +133,7 @@ def _prepared(
     models = model_rows(given.target, pair.target, request.drafts, drafts)
     if answers is None:
         other = remarks.of_targets(sources, pair.target)
+        _name_engines(request, pair, models)
     else:
         models[TARGET] = answers.whole(models[TARGET])
         other = []
@@ -155,6 +154,19 @@ def _prepared(
     of_target = remarks.of_target(given.target, pair.target)
     notes += announce([*of_target, *few], strict=False)
     return work, notes
+
+
+def _name_engines(request: EvalRequest, pair: LoadedModels, models: dict[str, ModelRow]) -> None:
+    given = request.config
+    for name, source in request.drafts.items():
+        if not is_joined(source):
+            asked = DoctorConfig(
+                target=given.target,
+                draft=source,
+                revision=given.revision,
+                trust_remote_code=given.trust_remote_code,
+            )
+            models[name]["engine"] = first_engine(asked, pair, name)
 
 
 def _check_before(out: Path) -> None:
@@ -220,13 +232,8 @@ def without_timings(directory: str) -> EvalConfig:
     return EvalConfig(**options)
 
 
-def _drafts(
-    request: EvalRequest, suites: Sequence[Suite], pair: LoadedModels
-) -> dict[str, AnyDraft]:
+def _drafts(request: EvalRequest, pair: LoadedModels) -> dict[str, AnyDraft]:
     """All drafts in the order given, each checked with its methods."""
-    prompts = []
-    for suite in suites:
-        prompts += [prompt.ids for prompt in suite.prompts]
     drafts = loaded_drafts(request.drafts, pair)
     for name, draft in drafts.items():
         try:
@@ -234,10 +241,4 @@ def _drafts(
                 decoder_of(pair.target, draft, method)
         except ValueError as error:
             raise InputError(f"--draft {name}: {error}") from None
-        if isinstance(draft, PreTrainedModel) and (words := vocabulary_map(draft)) is not None:
-            covered = words.coverage(prompts)
-            say(f"eval: draft {name} has another tokenizer: of the prompts {covered}")
-    most = request.config.max_prompts
-    if cut := [suite.name for suite in suites if suite.more]:
-        say(f"eval: {', '.join(cut)}: using the first {most} rows (--max_prompts)")
     return drafts

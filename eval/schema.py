@@ -71,7 +71,7 @@ class ModelRow(TypedDict):
     too; with `JOINED` before it, lookup comes first.
 
     `read_per_token`: those parameters that a token reads; older results have none. `training` is
-    None unless `draftsmith train` made it.
+    None unless `draftsmith train` made it. `engine`: of a draft, the first engine that serves it.
     """
 
     name: str
@@ -86,6 +86,7 @@ class ModelRow(TypedDict):
     quantize: str
     device: str
     training: Training | None
+    engine: NotRequired[str | None]
 
 
 def read_of(row: ModelRow) -> int:

@@ -14,10 +14,7 @@ from draftsmith.eval.schema import SuiteKind
 
 @dataclass(frozen=True)
 class Suite:
-    """A named prompt set. `len(prompts) + len(skipped) == rows`; a skip is (row or prompt, reason).
-
-    more: as in `PromptSet`.
-    """
+    """A prompt set, `len(prompts) + len(skipped) == rows`. A skip is (row or prompt, reason)."""
 
     name: str
     kind: SuiteKind
@@ -25,7 +22,6 @@ class Suite:
     prompts: tuple[Prompt, ...]
     skipped: tuple[tuple[str, str], ...]
     rows: int
-    more: bool = False
 
     @property
     def digest(self) -> str:

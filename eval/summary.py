@@ -8,7 +8,7 @@ from typing import Any
 
 from draftsmith.decode.method import OWN_TREE
 from draftsmith.drafts.draft_sources import JOINED
-from draftsmith.drafts.engine_commands import decode_command
+from draftsmith.drafts.engine_commands import SERVING, decode_command
 from draftsmith.eval.decision import Decision, decide
 from draftsmith.eval.formats import (
     KIND_TITLES,
@@ -23,21 +23,22 @@ from draftsmith.eval.formats import (
 from draftsmith.eval.report import said
 from draftsmith.eval.report.tables import MOST_ROWS, first_rows, of_figures
 from draftsmith.eval.results_table import ResultsTable
-from draftsmith.eval.schema import ModelRow
+from draftsmith.eval.schema import TARGET, ModelRow
 
 
 @dataclass(frozen=True)
 class Lead:
-    """The head of a report. command: what `todo` says, ready to paste. changes: a title, and a line
-    for each kind of sets. remarks: reasons to trust the figures less.
+    """The head of a report. serve: with which engine and setting, and the command; empty where none
+    pays. command: what `todo` says, ready to paste. changes: a title, and a line for each kind of
+    sets. remarks: reasons to trust the figures less.
     """
 
     decision: Decision
     headline: str
     decided: str
+    serve: tuple[str, str]
     todo: str
     command: str
-    robust: str
     changes: list[str]
     lossless: str
     temperature: float
@@ -54,9 +55,9 @@ def lead(results: ResultsTable) -> Lead:
         decision=decision,
         headline=_headline(results, decision),
         decided=_decided(results, decision),
+        serve=_serve(results, decision),
         todo=said("todo", todo),
         command=command,
-        robust=_robust(results, decision),
         changes=_changes(results, decision, temperature),
         lossless=_lossless(results),
         temperature=temperature,
@@ -72,8 +73,10 @@ def lines(results: ResultsTable) -> list[str]:
 
 def verdict(head: Lead) -> list[str]:
     """Return the verdict, what decides it, and what to do next."""
-    todo = f"{head.todo}: {head.command}"
-    return list(filter(None, [head.headline, head.decided, todo, head.robust]))
+    found = [head.headline, head.decided]
+    for what, command in (head.serve, (head.todo, head.command)):
+        found.append(f"{what}: {command}" if command else "")
+    return list(filter(None, found))
 
 
 def table(results: ResultsTable, head: Lead) -> list[str]:
@@ -101,6 +104,7 @@ def summary(results: ResultsTable) -> dict[str, Any]:
             "temperature": decision.temperature,
             "row": decision.row,
             "headline": head.headline,
+            "serve": head.serve[1],
             "todo": head.todo,
             "command": head.command,
         },
@@ -140,6 +144,21 @@ def _decided(results: ResultsTable, decision: Decision) -> str:
         prompts=row["n"],
         count=decision.comparisons,
     )
+
+
+def _serve(results: ResultsTable, decision: Decision) -> tuple[str, str]:
+    """The setting that an engine has, and the commands that serve it."""
+    setting = decision.served
+    if setting is None:
+        return "", ""
+    model = results.models[setting.draft]
+    engine = str(model["engine"])
+    serving = SERVING[engine][model["kind"]]
+    tokens = int(setting.tree.removeprefix("chain:"))
+    target = results.models[TARGET]["name"]
+    exports, command = serving.commands(model["kind"], target, model["name"], tokens)
+    what = said("serve", engine=engine, draft=setting.draft, tree=setting.tree)
+    return what, " && ".join([*exports, command])
 
 
 def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
@@ -198,15 +217,6 @@ def _again(command: str, option: str, value: str) -> str:
     else:
         words += [option, value]
     return shlex.join(words)
-
-
-def _robust(results: ResultsTable, decision: Decision) -> str:
-    if not decision.robust or decision.setting is None or not decision.paying:
-        return ""
-    own = results.alpha(decision.setting.draft, "ood")
-    other = results.alpha(decision.robust, "ood")
-    shown = {"own": with_interval(own), "other": with_interval(other)}
-    return said("robust", draft=decision.robust, **shown)
 
 
 def _changes(results: ResultsTable, decision: Decision, temperature: float) -> list[str]:

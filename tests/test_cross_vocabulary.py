@@ -29,7 +29,6 @@ def test_it_is_loaded_with_its_map_and_what_is_shared_is_said(
     assert words is not None and vocabulary_map(pair.drafts["own"]) is None
     golden("\n".join(caplog.messages), having="shares")
     target, draft = load_tokenizer(target_dir), load_tokenizer(donor_dir)
-    golden(words.coverage([[2, 289], [2, 3]]))
     text = "the dog & the é"
     ids = target.encode(text, add_special_tokens=False)
     assert str(draft.decode(words.translate(ids))).strip() == text

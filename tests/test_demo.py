@@ -53,7 +53,7 @@ def test_demo_from_prompts_to_report(short_demo, monkeypatch):
     assert len(speedups) == 3 * 4 and min(speedups) > 0
     assert "padded with zeros" in Path(summary["large"]["report"]).read_text()
     page = (demo / "report.html").read_text()
-    assert "padded with zeros" in out and "padded with zeros" in page and "<svg" in page
+    assert "padded with zeros" in page and "<svg" in page
     assert lead(large).headline in html.unescape(page) and 'href="eval/report.html"' in page
     assert out.splitlines()[:-1].count(lead(large).headline) == 1
     for example in EXAMPLES.values():

@@ -144,11 +144,8 @@ def test_a_map_of_two_vocabularies(target_dir, golden):
         assert t in (0, 1) or theirs[t] == ours[d]
     for token, text in theirs.items():
         assert b"".join(ours[each] for each in words.in_draft[token]) == text
-    assert words.in_draft[291] == (draft.eos_token_id,) and words.lost == {290, 291}, (
-        "padding of the model"
-    )
-    shared = sorted(pairs)[:3]
-    golden(words.coverage([[*shared, 291], shared]))
+    # Padding of the model.
+    assert words.in_draft[290] == words.in_draft[291] == (draft.eos_token_id,)
     logits = torch.arange(280.0)
     moved = words.to_target(logits)
     assert moved.shape == (292,) and int(moved.isfinite().sum()) == words.shared
@@ -164,7 +161,7 @@ def test_of_tokens_with_one_text_the_one_that_is_written_is_taken(target_dir):
     own = pieced.get_vocab()
     there = map_vocabulary(byte_level, pieced, len(byte_level), len(pieced))
     assert there.in_draft[letter] == (own["t"],)
-    assert there.in_draft[run] == (own["\u2581"],) * 4 and run not in there.lost
+    assert there.in_draft[run] == (own["\u2581"],) * 4
     back = map_vocabulary(pieced, byte_level, len(pieced), len(byte_level))
     pairs = dict(zip(back.target_ids.tolist(), back.draft_ids.tolist(), strict=True))
     assert pairs[own["t"]] == letter and own["<0x74>"] not in pairs

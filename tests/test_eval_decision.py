@@ -17,7 +17,7 @@ from draftsmith.eval.decision import Setting, decide
 from draftsmith.eval.figures import FIGURES, estimate, rows_as_json
 from draftsmith.eval.report.page import render_page
 from draftsmith.eval.results import Results
-from draftsmith.eval.summary import lead, lines, summary
+from draftsmith.eval.summary import lead, lines, summary, verdict
 from tests.results_made_up import BASE, BOTH, made_up, model_row, view
 
 TREES = ("chain:2", "kary:2,1")
@@ -74,19 +74,20 @@ def test_a_setting_ships_for_the_sets_on_which_it_pays(golden):
     golden(lines(results))
 
 
-def test_the_highest_lower_bound_leads_and_a_draft_more_robust_is_named(golden):
+def test_the_highest_lower_bound_leads():
     both = everywhere("mine", "chain:2", FAST) | everywhere("base", "chain:2", (1.6, 1.2, 2.0))
     assert decide(timed(both)).setting == Setting("mine", "chain:2", "exact")
-    assert lead(timed(both)).robust == ""
-    head = lead(timed(both, ood=-0.1))
-    assert head.decision.setting == Setting("mine", "chain:2", "exact")
-    golden(head.robust)
-    assert head.robust in lines(timed(both, ood=-0.1))
-    # Not where the intervals of alpha overlap.
-    assert lead(timed(both, ood=-0.01)).robust == ""
-    # Not where it is slower.
-    slower = everywhere("mine", "chain:2", FAST) | everywhere("base", "chain:2", (1.2, 1.1, 1.25))
-    assert lead(timed(slower, ood=-0.1)).robust == ""
+
+
+def test_of_the_chains_that_pay_the_best_is_served_by_an_engine(golden):
+    trees = everywhere("mine", "kary:2,1", FAST)
+    results = timed(trees | everywhere("mine", "chain:2", (1.2, 1.1, 1.3)))
+    assert not any(lead(results).serve)
+    results.models["mine"]["engine"] = "vllm"
+    golden(verdict(lead(results)))
+    results = timed(trees)
+    results.models["mine"]["engine"] = "vllm"
+    assert not any(lead(results).serve)
 
 
 @pytest.mark.parametrize("busy", [(), tuple(BOTH)])

@@ -16,6 +16,7 @@ from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling, acceptance, probs
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode.method import Method
+from draftsmith.drafts.doctor import examine
 from draftsmith.drafts.heads import save_head
 from draftsmith.drafts.heads.eagle import EagleHead
 from draftsmith.drafts.heads.medusa import MedusaHeads
@@ -173,6 +174,11 @@ def test_every_kind_of_draft_and_tree_goes_through_one_evaluation(world):
         "medusa",
     ]
     assert results["models"]["padded"]["vocabulary"] == 300
+    for source in world.draft:
+        name, _, draft = source.partition("=")
+        known = examine(target=world.target, draft=draft)["verdicts"]
+        runs = [each["engine"] for each in known if each["serves"] and not each["gpu_only"]]
+        assert results["models"][name]["engine"] == next(iter(runs), None)
     rows = [row for row in results["rows"] if row["set"] is not None and row["part"] is None]
     values: dict[str, list[Any]] = {}
     for row in rows:

@@ -40,7 +40,7 @@ from draftsmith.core.options import (
     known_by_content,
 )
 from draftsmith.core.prompts import write_prompt_hashes
-from draftsmith.core.ranks import from_main, is_main, on_main, own_group, say
+from draftsmith.core.ranks import from_main, is_main, on_main, own_group
 from draftsmith.core.records import RECORD, provenance, read_record, read_run
 from draftsmith.core.runs import Run
 from draftsmith.core.sampling import row_seed
@@ -391,10 +391,6 @@ def _calibrate(job: TrainingJob, head: BlockHead) -> dict[str, float]:
     if ahead is not None:
         ahead.close()
     head.to("cpu")
-    say(
-        f"train: confidence: calibration error {figures['confidence_error_raw']:.3f}, with "
-        f"temperatures {figures['confidence_error']:.3f}"
-    )
     return figures
 
 

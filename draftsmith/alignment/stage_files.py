@@ -17,7 +17,6 @@ from draftsmith.alignment.config import AlignConfig
 from draftsmith.core.command_line import parse
 from draftsmith.core.io import JsonObject, write_text_atomic
 from draftsmith.core.options import known_by_content, options_of, put, value_at
-from draftsmith.core.ranks import say
 from draftsmith.distill.config import DistillConfig
 from draftsmith.eval.config import EvalConfig
 from draftsmith.train.config import TrainConfig
@@ -49,9 +48,7 @@ class Stage:
         return f"draftsmith {name} --config {shlex.quote(str(self.file))}"
 
     def write(self) -> None:
-        """Write the options that are chosen or not at their defaults, if there is no file, and say
-        what was chosen.
-        """
+        """Write the options that are chosen or not at their defaults, if there is no file."""
         if self.file.is_file():
             return
         values = asdict(self.options)
@@ -68,8 +65,6 @@ class Stage:
             comment = f"  # {'; '.join(why)}" if why else ""
             lines.append(f"{key}: {shown}{comment}")
         write_text_atomic(self.file, "\n".join([*lines, ""]))
-        chosen = [f"{key} {value_at(values, key)}" for key in self.reasons]
-        say(f"{self.file}: {', '.join(chosen)}")
 
 
 def files_of(config: AlignConfig) -> dict[str, Path]:

@@ -59,7 +59,7 @@ def run_stages(config: AlignConfig, command: str, *, only_write: bool = False) -
         on_main(lambda: _delete(config, stages))
         for done, stage in enumerate(stages):
             run.progress("stages", done, len(stages))
-            say(f"\n{stage.command}")
+            say(stage.command)
             try:
                 _run(stage)
             except ChangedError as error:
@@ -149,8 +149,10 @@ def _begin(config: AlignConfig, command: str) -> None:
             stage.write()
 
     on_main(write)
-    say("Edit these files to change what the stages do.")
-    prompts.say_skipped()
+    names = ", ".join(stage.file.name for stage in stages)
+    say(f"{config.directory}: edit {names} to change what the stages do")
+    if not config.id:
+        prompts.say_skipped()
 
 
 def _started(config: AlignConfig) -> AlignConfig:

@@ -53,11 +53,11 @@ def _distill(config: "DistillConfig", command: str) -> CommandResult:
     from draftsmith.distill.generate import distill
 
     summary = distill(config, command)
-    lines = [
+    counts = (
         f"{summary['out']}: of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
-        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
-        *summary["texts"],
-    ]
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
+    )
+    lines = ["; ".join([counts, *summary["texts"]])]
     for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
         lines += summary[reasons]
     if states := summary["states"]:
@@ -216,10 +216,11 @@ def _doctor(config: "DoctorConfig", command: str) -> CommandResult:
             word = "not written"
         if verdict["loads"]:
             word = "serves it" if verdict["serves"] else "loads it"
-        lines.append(f"{verdict['engine']:<20}{word:<12}{verdict['reason']}")
+        said = verdict["reason"]
         if verdict["serves"]:
-            commands = (*verdict["exports"], verdict["command"])
-            lines += [f"{'':<20}$ {command}" for command in commands]
+            noted = f"  # {said}" if said else ""
+            said = " && ".join([*verdict["exports"], verdict["command"]]) + noted
+        lines.append(f"{verdict['engine']:<20}{word:<12}{said}")
     return CommandResult(verdicts, lines)
 
 
@@ -243,11 +244,12 @@ def _export(config: "ExportConfig", command: str) -> CommandResult:
     size = sum(summary["files"].values()) / 2**20
     count = len(summary["files"])
     line = f"{config.out}: {summary['kind']} as {config.format}, {count} files, {size:.1f} MiB"
-    return CommandResult(summary, [line, checked, *summary["remarks"]])
+    return CommandResult(summary, [f"{line}; {checked}", *summary["remarks"]])
 
 
 def _plan(config: "PlanConfig", command: str) -> CommandResult:
-    from draftsmith.drafts.draft_sources import copies_first
+    from draftsmith.core.options import command_line
+    from draftsmith.drafts.engine_commands import decode_command
     from draftsmith.eval.planning.plan import plan, plan_lines
     from draftsmith.eval.summary import decode_options
 
@@ -263,11 +265,11 @@ def _plan(config: "PlanConfig", command: str) -> CommandResult:
         "confirmed",
     )
     summary = {"plan": str(config.file), **{key: document[key] for key in keys}}
-    recorded = document["compile"]
-    options = decode_options(document["models"]["draft"], f"auto:{config.file}", recorded)
-    # What copies is named; the draft of the plan need not be.
-    how = shlex.join(options if copies_first(config.draft) else options[2:])
-    return CommandResult(summary, [*plan_lines(document), "", f"plan: {config.file} ({how})"])
+    tree = f"auto:{config.file}"
+    options = decode_options(document["models"]["draft"], tree, document["compile"])
+    options += ["--temperature", f"{document['sampling']['temperature']:g}"]
+    decode = decode_command(config.target, command_line("plan", config), options)
+    return CommandResult(summary | {"command": decode}, [*plan_lines(document), decode])
 
 
 def _status(config: "StatusConfig", command: str) -> CommandResult:

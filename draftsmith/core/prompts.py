@@ -81,15 +81,12 @@ class Skipped:
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of a source. `len(prompts) + len(skipped) == rows`. more: whether it has rows
-    beyond the limit.
-    """
+    """The prompts of a source. `len(prompts) + len(skipped) == rows`."""
 
     source: str
     prompts: tuple[Prompt, ...]
     skipped: tuple[Skipped, ...]
     rows: int
-    more: bool = False
 
     @property
     def digest(self) -> str:
@@ -261,8 +258,7 @@ def read_prompts(
     first_rows: dict[str, int] = {}
     repeats: Counter[str] = Counter()
     rows = 0
-    records = iterate_records(source)
-    for record in islice(records, limit):
+    for record in islice(iterate_records(source), limit):
         rows += 1
         prompt = reader.read_or_skip(record)
         if isinstance(prompt, Skipped):
@@ -280,8 +276,7 @@ def read_prompts(
     if not prompts:
         why = f" (row {skipped[0].row}: {skipped[0].reason})" if skipped else ""
         raise InputError(f"{source}: none of its {rows} rows can be used{why}")
-    more = limit is not None and next(records, None) is not None
-    return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows, more)
+    return PromptSet(reader.source, tuple(prompts), tuple(skipped), rows)
 
 
 def room_for_prompts(

@@ -11,6 +11,7 @@ from transformers import LlamaForCausalLM
 
 from draftsmith.alignment.choices import LOOKUP, contenders
 from draftsmith.alignment.config import AlignConfig
+from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, atomic_dir, make_dir, write_rows, write_text_atomic
 from draftsmith.core.launcher import join_processes
 from draftsmith.core.models import load_model
@@ -77,6 +78,7 @@ def time_large(options: AlignConfig, short: bool) -> Results:
     """
     large = Path(options.target).with_name("large")
 
+    @quiet()
     def make() -> None:
         if large.is_dir():
             return
@@ -109,12 +111,6 @@ def write_page(small: Results, large: Results) -> list[str]:
     """Write OUT/report.html, which leads with the large target; return what the demo prints. The
     one verdict is that of the large target: beside the small one nothing is timed.
     """
-    small_m = small.document["models"]["target"]["parameters"] / 1e6
-    large_m = large.document["models"]["target"]["parameters"] / 1e6
-    padded = (
-        f"The target here is the shipped one of {small_m:.1f} M parameters, padded with zeros to "
-        f"{large_m:.0f} M: it writes the same and costs as a large one."
-    )
     more = (
         f" Here all sets are measured, at most {_most_prompts(small)} prompts of each; below, two "
         f"sets and {_most_prompts(large)} prompts of each, so that α differs."
@@ -125,16 +121,12 @@ def write_page(small: Results, large: Results) -> list[str]:
         "demo.html.j2",
         head,
         pictures=pictures(small, "alpha", more=more),
-        padded=padded,
         first=first_table(large, head),
-        small=f"The shipped target of {small_m:.1f} M parameters is too cheap for drafting to pay.",
     )
     write_text_atomic(page, html)
     return [
-        padded,
         *verdict(head),
         *table(large, head),
-        "",
         "With the shipped target:",
         *lead(small).changes,
         f"report: {page.resolve()}",

@@ -5,13 +5,16 @@ method without weights nothing is read, and torch is not imported.
 """
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject
 from draftsmith.core.options import configured
 from draftsmith.drafts.config import DoctorConfig
 from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Support
+
+if TYPE_CHECKING:
+    from draftsmith.drafts.load import LoadedModels
 
 
 @quiet()
@@ -37,15 +40,28 @@ def examine(config: DoctorConfig | None = None, **options: Any) -> JsonObject:
     }
 
 
+def first_engine(config: DoctorConfig, loaded: "LoadedModels", name: str) -> str | None:
+    """The first engine that serves the pair of the options on such a device. name: under which the
+    draft is loaded.
+    """
+    from draftsmith.drafts.engine_support import judge, loaded_pair
+
+    if config.reads_nothing:
+        verdicts = _without_weights(config.draft.partition(":")[0], loaded.target_name)
+    else:
+        verdicts = judge(loaded_pair(loaded, name, config), config)
+    on_gpu = loaded.target.device.type != "cpu"
+    runs = (each.engine for each in verdicts if each.serves and (on_gpu or not each.gpu_only))
+    return next(runs, None)
+
+
 def _without_weights(kind: str, target: str) -> list[Support]:
     """How each engine drafts by a method without weights. Nothing is read."""
     verdicts = []
     for engine, kinds in SERVING.items():
         if kind in kinds:
             exports, command = kinds[kind].commands(kind, target, "", DRAFT_TOKENS)
-            verdicts.append(
-                Support(engine, "needs no draft", True, True, command=command, exports=exports)
-            )
+            verdicts.append(Support(engine, "", True, True, command=command, exports=exports))
         elif "draft" in kinds:
             verdicts.append(Support(engine, f"its documentation names no {kind}"))
     return verdicts

@@ -12,6 +12,8 @@ from draftsmith.core.errors import InputError
 
 # Before the name of a model: prompt lookup beside it.
 JOINED = "prompt_lookup+"
+# The draft that is the target's own MTP layer; `mtp:CHECKPOINT` is that of another checkpoint.
+NATIVE = "mtp"
 # How a source of drafts names a method without weights, unless a directory has the name.
 WEIGHTLESS = {
     "prompt_lookup": "prompt_lookup",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from draftsmith.drafts.draft_sources import NATIVE
 from draftsmith.drafts.tables import read_table
 
 DRAFT_TOKENS = 4
@@ -41,7 +42,7 @@ class Support:
     both models. known: whether that follows from its sources or a run; what is not known is not
     said to load. exports: commands that write what the engine reads, in order, if it does not read
     these directories. by_export: `draftsmith export` cannot write the pair for it, which says
-    nothing of the engine.
+    nothing of the engine. gpu_only: it does not run the pair on a CPU.
     """
 
     engine: str
@@ -52,6 +53,7 @@ class Support:
     command: str | None = None
     exports: tuple[str, ...] = ()
     by_export: bool = False
+    gpu_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,10 @@ class Serving:
         exports = []
         named = {"draft": draft, "target": target}
         formats = {"draft": self.draft_format, "target": self.target_format}
+        if draft == NATIVE:
+            # The engine reads the layer in the target's own checkpoint.
+            formats["draft"] = None
+            named["draft"] = target
         for role, form in formats.items():
             if form is None:
                 continue

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.core.errors import InputError
 from draftsmith.core.hub import offline_if_unreachable, why_not
@@ -22,8 +22,8 @@ from draftsmith.drafts.draft_sources import JOINED, is_joined, model_of
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
 from draftsmith.drafts.engine_commands import DRAFT_TOKENS, SERVING, Serving, Support
 from draftsmith.drafts.engine_rules import Model, Pair, first_broken
-from draftsmith.drafts.heads import NATIVE, head_kind
-from draftsmith.drafts.load import first_difference, load_source
+from draftsmith.drafts.heads import head_kind
+from draftsmith.drafts.load import LoadedModels, Source, first_difference, load_source
 from draftsmith.drafts.tables import read_table
 
 
@@ -46,13 +46,36 @@ def read_pair(config: DoctorConfig) -> Pair:
         models = _model(target, config.trust_remote_code, config.revision)
         return Pair((models, _model(draft, config.trust_remote_code)))
     source = load_source(draft, target, "auto", config.trust_remote_code, config.revision)
+    return _of_head(source)
+
+
+def _of_head(source: Source) -> Pair:
     assert source.target is not None
-    return Pair((named(target, source.target.config, source.tokenizer),), source)
+    target = named(str(source.target_name), source.target.config, source.tokenizer)
+    return Pair((target,), source)
+
+
+def loaded_pair(loaded: LoadedModels, name: str, config: DoctorConfig) -> Pair:
+    """The pair that the options name, whose draft is loaded under this name."""
+    draft = loaded.drafts[name]
+    if isinstance(draft, PreTrainedModel):
+        return read_pair(config)
+    target = loaded.target
+    return _of_head(
+        Source(
+            name=config.draft,
+            draft=draft,
+            dtype=target.dtype,
+            tokenizer=loaded.tokenizer,
+            target=target,
+            target_name=loaded.target_name,
+        )
+    )
 
 
 def judge(pair: Pair, config: DoctorConfig) -> list[Support]:
     """What every engine does with a pair. config: names of the two, for commands."""
-    at_best = Support("", "its layout holds this head", loads=True, serves=True)
+    at_best = Support("", "", loads=True, serves=True)
     if pair.kind == "draft":
         at_best = _compare_tokens(*pair.models)
     # A block is drafted whole.
@@ -111,18 +134,21 @@ def _support(
         return Support(engine, reason, known=False)
     target = str(config.target)
     draft = model_of(config.draft)
-    if draft == NATIVE:
-        # The engine reads the layer in the target's own checkpoint.
-        serving = replace(serving, draft_format=None)
-        draft = target
     exports, command = serving.commands(pair.kind, target, draft, tokens)
     on_a_cpu = first_broken(pair, {f"{engine} on a CPU"})
-    reason = at_best.reason
+    notes = [at_best.reason]
     if serving.norms and pair.norms_of_31():
-        reason += f"; EAGLE-3.1 needs {engine} {serving.norms} or later"
+        notes.append(f"EAGLE-3.1 needs {engine} {serving.norms} or later")
     if on_a_cpu:
-        reason += f"; not on a CPU: {on_a_cpu.message}"
-    return replace(at_best, engine=engine, reason=reason, command=command, exports=exports)
+        notes.append(f"not on a CPU: {on_a_cpu.message}")
+    return replace(
+        at_best,
+        engine=engine,
+        reason="; ".join(filter(None, notes)),
+        gpu_only=on_a_cpu is not None,
+        command=command,
+        exports=exports,
+    )
 
 
 def _model(name: str, trust_remote_code: bool, revision: str | None = None) -> Model:
@@ -154,7 +180,7 @@ def _compare_tokens(target: Model, draft: Model) -> Support:
         if token is not None:
             differs = f"loads it without an error, but token {token} differs in the draft"
             return Support("", f"{differs}: nothing is accepted", loads=True)
-    notes = ["its rules hold"]
+    notes = []
     if Path(draft.name).absolute() == Path(target.name).absolute():
         notes.append("it is the target itself, so drafting with it cannot pay")
     if draft.size > target.size:

@@ -32,6 +32,7 @@ from draftsmith.core.models import (
 from draftsmith.core.records import read_record
 from draftsmith.core.sources import check_source
 from draftsmith.core.tokenization import Tokenizer, find_tokenizer, load_tokenizer
+from draftsmith.drafts.draft_sources import NATIVE
 from draftsmith.drafts.draft_vocabulary import (
     FILE,
     attach_draft_vocabulary,
@@ -39,7 +40,7 @@ from draftsmith.drafts.draft_vocabulary import (
     read_draft_vocabulary,
     trim,
 )
-from draftsmith.drafts.heads import NATIVE, Head, head_kind, load_head
+from draftsmith.drafts.heads import Head, head_kind, load_head
 from draftsmith.drafts.heads.block import BlockHead
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.layouts.table import foreign

@@ -7,7 +7,7 @@ a tokenizer writes it as SentencePiece's bar or as a letter of GPT-2's byte alph
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -91,8 +91,6 @@ class VocabularyMap:
     target_ids: Tensor
     in_draft: tuple[tuple[int, ...], ...]
     target_size: int
-    lost: frozenset[int] = frozenset()
-    """Target tokens whose text the draft's tokens cannot write."""
 
     @property
     def shared(self) -> int:
@@ -108,17 +106,6 @@ class VocabularyMap:
     def translate(self, ids: Iterable[int]) -> list[int]:
         """Target tokens as tokens of the draft."""
         return list(itertools.chain.from_iterable(self.in_draft[token] for token in ids))
-
-    def coverage(self, texts: Sequence[Sequence[int]]) -> str:
-        """In words: how many tokens of these texts can be drafted, and how many texts the draft
-        reads whole.
-        """
-        shared = set(self.target_ids.tolist())
-        tokens = list(itertools.chain.from_iterable(texts))
-        drafted = sum(token in shared for token in tokens)
-        whole = sum(self.lost.isdisjoint(text) for text in texts)
-        words = f"{drafted} of {len(tokens)} tokens are shared and can be drafted"
-        return f"{words}; {whole} of {len(texts)} texts can be written in its tokens without loss"
 
     def to_target(self, logits: Tensor) -> Tensor:
         """Logits `[..., draft vocabulary]` as logits over the target's: -inf for tokens that are
@@ -158,10 +145,10 @@ def map_vocabulary(
     longest = max(map(len, ours))
     eos = draft.eos_token_id
     end = [eos] if eos is not None and eos < draft_size else [0]
-    spelled = {
-        t: [pairs[t]] if t in pairs else pieces(theirs.get(t, b""), ours, longest)
-        for t in range(target_size)
-    }
+    spelled = []
+    for t in range(target_size):
+        ids = [pairs[t]] if t in pairs else pieces(theirs.get(t, b""), ours, longest)
+        spelled.append(tuple(ids or end))
     # One draft token stands for one target token only: of two target tokens of one text the first
     # is drafted.
     first: dict[int, int] = {}
@@ -171,9 +158,8 @@ def map_vocabulary(
     return VocabularyMap(
         torch.tensor([d for _, d in shared]),
         torch.tensor([t for t, _ in shared]),
-        tuple(tuple(ids or end) for ids in spelled.values()),
+        tuple(spelled),
         target_size,
-        frozenset(t for t, ids in spelled.items() if not ids),
     )
 
 

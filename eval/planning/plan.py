@@ -150,14 +150,9 @@ def plan_lines(document: JsonObject) -> list[str]:
     }[document["pays"]]
     lines = [f"remark: {remark}" for remark in document["remarks"]]
     if document["conditions"]["busy"]:
-        lines.append("plan again when the machine is idle")
-        verdict = f"cannot tell, the machine was busy; the best was {best}, {times} no draft"
+        verdict = f"plan again when the machine is quiet; the best was {best}, {times} no draft"
     where = f"temperature {document['sampling']['temperature']:g}, batch {document['batch_size']}"
     if document["compile"]:
         where += ", recorded steps"
-    lines += [f"{verdict} ({where})", ""]
-    width = max(len(row["tree"]) for row in document["confirmed"])
-    for row in document["confirmed"]:
-        times = f"  {row['speedup']['value']:.2f}x" if row["speedup"] else ""
-        lines.append(f"  {row['tree']:<{width}}  {row['tokens_per_s']:8.1f} tokens/s{times}")
-    return lines
+    rates = (f"{row['tree']} {row['tokens_per_s']:.1f}" for row in document["confirmed"])
+    return [*lines, f"{verdict} ({where})", f"tokens/s: {', '.join(rates)}"]

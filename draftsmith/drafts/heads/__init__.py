@@ -7,7 +7,6 @@ target by reference.
 
 from draftsmith.drafts.heads.store import (
     HEADS,
-    NATIVE,
     Head,
     head_kind,
     load_head,
@@ -15,4 +14,4 @@ from draftsmith.drafts.heads.store import (
     write_head,
 )
 
-__all__ = ["HEADS", "NATIVE", "Head", "head_kind", "load_head", "save_head", "write_head"]
+__all__ = ["HEADS", "Head", "head_kind", "load_head", "save_head", "write_head"]

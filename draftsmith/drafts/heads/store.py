@@ -24,6 +24,7 @@ from draftsmith.core.hub import cached, lfs_pointer, snapshot
 from draftsmith.core.io import JsonObject, atomic_dir, read_json, write_json_atomic
 from draftsmith.core.records import check_weights, read_record
 from draftsmith.core.sources import check_source, is_hub_name
+from draftsmith.drafts.draft_sources import NATIVE
 from draftsmith.drafts.draft_vocabulary import DraftVocabulary
 from draftsmith.drafts.heads.block import BlockHead, DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.borrowed import Borrowed, borrow
@@ -52,8 +53,6 @@ HEADS: dict[str, type[Head]] = {
 
 log = logging.getLogger(__name__)
 _COMPARED_ROWS = 1024
-NATIVE = "mtp"
-"""The draft that is the target's own MTP layer; `mtp:CHECKPOINT` is that of another checkpoint."""
 # Frequencies that older versions of transformers saved; they follow from the config.
 _COMPUTED = "rotary_emb.inv_freq"
 _NOT_WEIGHTS = ("training_args", "training_state", "optimizer", "scheduler", "scaler", "rng_state")
