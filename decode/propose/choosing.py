@@ -1,8 +1,8 @@
-"""`--tree auto`: at every step draft what promises most tokens a second, or nothing.
+"""`--tree auto`: at every step draft the tree with the most expected tokens per second, or nothing.
 
-A row chooses by what a step costs (`decode.step_costs`, measured before) and by what was accepted
-in its own text: never by the clock of the moment, nor above temperature 0 by its batch mates. So
-the output stays the target's, and the same seed gives it again.
+A row chooses by the cost of a step (`decode.step_costs`, measured before) and by what was accepted
+in its own text. It never reads the clock, nor, above temperature 0, its batch mates. So the output
+stays the target's, and the same seed gives it again.
 
 Legend: B rows, N drafted nodes, M = N + 1 with the root, C copied tokens.
 """
@@ -40,21 +40,22 @@ from draftsmith.decode.verify.tree_walk import residual
 
 CHAINS = (1, 2, 3, 4, 6, 8)
 WIDE: tuple[Widths, ...] = ((2,), (4,), (2, 1), (2, 1, 1), (4, 1), (3, 2), (4, 2, 2))
-# Lengths of copies, tokens that must match before one, and matches that promise more.
+# Lengths of copies; tokens that must match before a copy, and before a long match; the prior
+# acceptance of a copied token behind a short and a long match.
 COPIES = (1, 2, 4, 8)
 MATCH = 2
 LONG_MATCH = 8
 COPY_PRIOR = (0.5, 0.9)
-# What is thought of a draft of which nothing is known: a useless one should cost little.
+# The prior acceptance of an unknown draft: low, so that a useless one costs little.
 UNKNOWN = 0.3
-# Change only for so much more, and choose again after so many steps.
+# Change the tree only for this gain, and choose again after this many steps.
 GAIN = 1.03
 LOOK = 2
-# While no draft is best, a trial of the draft may cost this share of the steps before it; half as
-# much each time that it does not pay.
+# While no draft is best, a trial of the draft may cost this share of the steps before it. The share
+# halves after each trial that does not pay.
 TRIAL = 0.01
 LONGEST_PAUSE = 512
-# Candidates drawn behind the second stay less often.
+# The second, third and fourth candidate together stay as often as this many second ones.
 LATER = (1.0, 1.7, 2.3)
 
 # Costs of steps at this sampling.
@@ -73,7 +74,7 @@ def menu(deepest: int | None, *, chains_only: bool) -> tuple[Widths, ...]:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a row drafts: a tree, or so many copied tokens, or nothing."""
+    """What a row drafts: a tree, or a number of copied tokens, or nothing."""
 
     widths: Widths = ()
     copied: int = 0
@@ -99,7 +100,7 @@ def name_of(widths: Widths) -> str:
 
 
 def prices_of(costs: StepCosts, trees: Sequence[Widths], rows: int = 1) -> Prices:
-    """What each choice costs in a batch of `rows`."""
+    """Return the cost of each choice in a batch of `rows`."""
     prices = {Choice(widths): costs.step(widths, rows) for widths in ((), *trees)}
     for count, copy in COPIED.items():
         prices[copy] = costs.step((1,) * count, rows, drafts=False)
@@ -107,7 +108,7 @@ def prices_of(costs: StepCosts, trees: Sequence[Widths], rows: int = 1) -> Price
 
 
 class Past:
-    """What the choice of a row depends on. prior: of the draft's first token."""
+    """What a row chooses by. prior: the acceptance of the draft's first token."""
 
     def __init__(self, prior: float) -> None:
         self.draft = Acceptance(prior)
@@ -126,8 +127,8 @@ class Past:
         self.rest -= 1
 
     def choose(self, copyable: int, long: bool, prices: Prices) -> Choice:
-        """Return what promises most tokens a second. copyable: tokens that could be copied; long:
-        behind a long match.
+        """Return the choice with the most expected tokens per second. copyable: tokens that could
+        be copied; long: behind a long match.
         """
         choice = self.drafted
         highest = GAIN * self.promised
@@ -140,7 +141,7 @@ class Past:
         return choice
 
     def _look(self, prices: Prices) -> None:
-        """Choose anew what is drafted, and for how many steps."""
+        """Choose the tree, and for how many steps."""
         rates = self.draft.by_depth()
         promised: dict[Choice, float] = {}
         for choice, seconds in prices.items():
@@ -171,8 +172,8 @@ class Past:
 
 
 def relative_cost(chosen: Mapping[str, int], prices: Prices) -> float | None:
-    """What the steps of `DecodeStats.chosen` cost over as many without a draft; None if there was
-    none.
+    """Return the cost of the steps of `DecodeStats.chosen` over that of as many without a draft;
+    None if there was no step.
     """
     spent = sum(chosen.get(choice.name, 0) * seconds for choice, seconds in prices.items())
     steps = sum(chosen.values())
@@ -186,8 +187,8 @@ def chooser(
     costs: Costs,
     prior: float,
 ) -> "ChoosingProposer | None":
-    """Return what chooses for a proposer; None for one that drafts its own way: retrieval,
-    lookahead and those of guests.
+    """Return a proposer that chooses trees for this one; None for retrieval, lookahead and guests,
+    which draft their own way.
     """
     draft = proposer.draft if isinstance(proposer, LookupFirst) else proposer
     if not isinstance(draft, NetworkProposer | PromptLookupProposer):
@@ -204,7 +205,7 @@ def chooser(
 
 
 def trees_fit(target: PreTrainedModel, draft: Proposer) -> bool:
-    """Whether both take trees that are no chains."""
+    """Whether target and draft take trees beyond chains."""
     tree = kary(WIDE[0])
     try:
         check_tree(target, ability(target), tree)
@@ -215,8 +216,8 @@ def trees_fit(target: PreTrainedModel, draft: Proposer) -> bool:
 
 
 class ChoosingProposer(Proposer):
-    """Chooses for `draft`, copies beside or alone. costs: of steps.
-    prior: what is known of the acceptance of its first token. trees: to choose from.
+    """Chooses trees for `draft`, and copies. costs: of steps. prior: the acceptance of its first
+    token. trees: the menu.
     """
 
     def __init__(
@@ -234,15 +235,15 @@ class ChoosingProposer(Proposer):
         self.drafts = draft.drafts
         self.hidden_layers = draft.hidden_layers
         self.paths = joined_paths(trees or ((1,),))
-        # Of all texts at temperature 0, which are the same whatever is drafted.
+        # Shared by all texts at temperature 0, which are the same whatever is drafted.
         self.past = Past(prior)
 
     def prices(self, sampling: Sampling, rows: int = 1) -> Prices:
-        """What each choice costs."""
+        """Return the cost of each choice."""
         return prices_of(self.costs(sampling), self.menu, rows)
 
     def default_tree(self) -> Tree:
-        """The tree that holds all that are chosen from."""
+        """The union of all trees of the menu."""
         return tree_of_paths(self.paths)
 
     def longest_copy(self, tree: TreeShape) -> int:
@@ -305,7 +306,7 @@ class ChoosingSession(Session):
         return with_copies(replace(self.proposal, names=names), copies, max(map(len, copies)))
 
     def _drafted(self, drafted: tuple[Widths, ...], u_BN: Tensor | None) -> Proposal:
-        """Draft what the rows chose as one tree, without the nodes that a row did not choose."""
+        """Draft the union of the rows' trees; a row lacks the nodes that it did not choose."""
         session = self.draft
         assert session is not None
         self._catch_up()
@@ -316,7 +317,7 @@ class ChoosingSession(Session):
         if u_BN is None:
             proposal = session.propose(None)
         else:
-            # A node has its own uniform whatever else is drafted, and a rule its own by depth.
+            # A node keeps its uniform whatever else is drafted, and a rule its own by depth.
             places = [self.proposer.paths.index(path) for path in paths]
             proposal = session.propose(u_BN[:, places])
             proposal = replace(proposal, tree=_as_in(proposal.tree, self.setup.tree))
@@ -329,7 +330,7 @@ class ChoosingSession(Session):
         return proposal
 
     def _catch_up(self) -> None:
-        """Let the network read the steps in which it did not draft, in one forward."""
+        """Let the network read, in one forward, the steps in which it did not draft."""
         unread = self.unread
         self.unread = []
         if not unread:
