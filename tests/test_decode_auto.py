@@ -219,20 +219,6 @@ def test_a_copy_is_longer_than_a_short_head_drafts(sampling, monkeypatch):
     assert "lookup:8" in row.stats.chosen
 
 
-@pytest.mark.usefixtures("wavering")
-def test_steps_without_a_draft_keep_no_distributions(monkeypatch):
-    kept = []
-    catch_up = choosing.ChoosingSession._catch_up
-
-    def watched(session):
-        kept.extend(session.unread)
-        catch_up(session)
-
-    monkeypatch.setattr(choosing.ChoosingSession, "_catch_up", watched)
-    run(decoder("eagle3", SLOW), [PROMPTS[0]], SAMPLED, [0])
-    assert kept and not any(outcome.p_BMV.numel() for outcome in kept)
-
-
 def test_a_proposer_of_ones_own_drafts_as_it_was_made():
     own = PromptLookupProposer(max_ngram=2)
     decoding = load_pair(TARGET).decoding(proposer=own)

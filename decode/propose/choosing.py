@@ -10,6 +10,7 @@ Legend: B rows, N drafted nodes, M = N + 1 with the root, C copied tokens.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -262,6 +263,15 @@ class ChoosingProposer(Proposer):
         return ChoosingSession(self, setup)
 
 
+class Unread(NamedTuple):
+    """What the network has to read of a step without a draft: not the distributions, which are
+    large.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    hidden: Sequence[Sequence[Tensor]]
+
+
 class ChoosingSession(Session):
     """The rows of one `generate` call: their pasts and texts, and the session of the network."""
 
@@ -279,27 +289,38 @@ class ChoosingSession(Session):
             assert isinstance(session, StaticTreeSession)
             session.watched = 4
             self.draft = session
-        self.unread: list[Outcome] = []
-        self.proposal = self.empty = nothing(setup, len(self.texts))
+        self.unread: list[Unread] = []
+        self.proposal = self.empty = self._nothing()
         self.copies: list[list[int]] = []
+        self.long: list[bool] = []  # whether each copy stands behind a long match
         self.choices: list[Choice] = []
 
     def _price(self) -> None:
         rows = len(self.pasts) if self.setup.sampling.greedy else 1
         self.prices = self.proposer.prices(self.setup.sampling, rows)
 
+    def _nothing(self) -> Proposal:
+        """The proposal of a step without a draft."""
+        rows = len(self.texts)
+        return replace(nothing(self.setup, rows), names=[NOTHING.name] * rows)
+
     def propose(self, u_BN: Tensor | None) -> Proposal:
         for past in dict.fromkeys(self.pasts):
             past.step(self.prices)
         self.copies = []
+        self.long = []
         self.choices = []
         for text, past in zip(self.texts, self.pasts, strict=True):
             matching = text.matching(LONG_MATCH)
             copy = text.copied(COPIES[-1], 0.0) if matching >= MATCH else []
+            long = matching >= LONG_MATCH
             self.copies.append(copy)
-            self.choices.append(past.choose(len(copy), matching >= LONG_MATCH, self.prices))
+            self.long.append(long)
+            self.choices.append(past.choose(len(copy), long, self.prices))
         drafted = tuple(sorted({choice.widths for choice in self.choices if choice.widths}))
         self.proposal = self._drafted(drafted, u_BN) if drafted else self.empty
+        if not drafted and not any(choice.copied for choice in self.choices):
+            return self.empty
         pairs = zip(self.copies, self.choices, strict=True)
         copies = [copy[: choice.copied] for copy, choice in pairs]
         names = [choice.name for choice in self.choices]
@@ -339,10 +360,10 @@ class ChoosingSession(Session):
         hidden = []
         tokens = []
         for row in range(len(self.texts)):
-            layers = zip(*(outcome.hidden[row] for outcome in unread), strict=True)
+            layers = zip(*(step.hidden[row] for step in unread), strict=True)
             hidden.append([torch.cat(states) for states in layers])
-            tokens.append([token for outcome in unread for token in outcome.tokens[row]])
-        self.draft.network.skip(replace(unread[-1], tokens=tokens, hidden=hidden))
+            tokens.append([token for step in unread for token in step.tokens[row]])
+        self.draft.network.skip(Outcome([], tokens, hidden, distributions=Tensor))
 
     def commit(self, outcome: Outcome) -> None:
         for row, (text, emitted) in enumerate(zip(self.texts, outcome.tokens, strict=True)):
@@ -352,8 +373,7 @@ class ChoosingSession(Session):
         if self.draft is None:
             return
         if self.proposal.nodes == 1:
-            # Nothing reads the distributions, which are large.
-            self.unread.append(replace(outcome, distributions=Tensor))
+            self.unread.append(Unread(outcome.tokens, outcome.hidden))
             return
         for row, choice in enumerate(self.choices):
             if choice.widths:
@@ -364,14 +384,14 @@ class ChoosingSession(Session):
         self._catch_up()
         self.texts = [self.texts[row] for row in rows]
         self.pasts = [self.pasts[row] for row in rows]
-        self.empty = nothing(self.setup, len(rows))
+        self.empty = self._nothing()
         self._price()
         if self.draft is not None:
             self.draft.select_rows(rows)
 
     def _learn_of_copy(self, row: int, emitted: Sequence[int]) -> None:
         copy = self.copies[row]
-        rates = self.pasts[row].copies[self.texts[row].matching(LONG_MATCH) >= LONG_MATCH]
+        rates = self.pasts[row].copies[self.long[row]]
         for depth, token in enumerate(emitted[: len(copy)]):
             rates.read(depth, float(token == copy[depth]))
             if token != copy[depth]:
