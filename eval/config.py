@@ -4,7 +4,7 @@ in them.
 
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -125,10 +125,6 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     1". They are judged on 95 % bounds: the low one for > and >=, the high one for < and <=. If the
     brackets omit the prompt set, temperature, tree or draft, all must meet it (drafts but the
     base). If one is not met, the exit code is 3.
-    """
-    tracker: Rare[Literal["none", "wandb"]] = "none"
-    """wandb: also log figures, results.json and report.html to Weights & Biases (offline with
-    WANDB_MODE=offline).
     """
 
     def __post_init__(self) -> None:

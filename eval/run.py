@@ -8,7 +8,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from draftsmith.core import wandb_runs
 from draftsmith.core.devices import (
     attention_of_any_length,
     reset_peak_memory,
@@ -46,7 +45,6 @@ from draftsmith.eval.results import SCHEMA_VERSION, Results
 from draftsmith.eval.schema import ModelRow, Remark
 from draftsmith.eval.suites import suite_rows
 from draftsmith.eval.timing import decoder_of, records_steps
-from draftsmith.eval.tracking import track
 
 
 def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
@@ -75,7 +73,6 @@ def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = Non
     given = request.config
     asked = states or given
     started = time.time()
-    wandb_runs.check_tracker(given.tracker)
     if launched() > 1:
         join_processes(given.device, given)
     out = Path(given.out)
@@ -94,7 +91,6 @@ def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = Non
             results = Results(_document(work, notes, asked, started), out)
             results.write()
             write_report(results)
-            track(work.request.config, results)
 
         on_main(write)
         run.finish("measurements", work.reused + work.measured)

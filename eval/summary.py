@@ -1,5 +1,5 @@
 """What an evaluation says in words: the verdict, what decides it, what to do next, and what
-alignment changed. The terminal, the report, the tracker and `--json` have it from here.
+alignment changed. The terminal, the report and `--json` have it from here.
 """
 
 import shlex

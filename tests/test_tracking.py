@@ -1,6 +1,4 @@
-"""Weights & Biases: curves, tables and checkpoints are logged, secrets are not, and nobody is
-asked.
-"""
+"""Weights & Biases: curves and checkpoints are logged, secrets are not, and nobody is asked."""
 
 import json
 import os
@@ -9,18 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 
 from draftsmith.core import wandb_runs
 from draftsmith.core.errors import InputError
-from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.decision import decide
-from draftsmith.eval.results import Results
-from draftsmith.eval.tracking import track
-from tests.distilled import write_rows
-from tests.results_made_up import BASE, BOTH, made_up
 from tests.train_laws import BEFORE, metrics
 
 wandb = pytest.importorskip("wandb")
@@ -52,22 +43,13 @@ def trained(target_dir, draft_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(
-    trained, target_dir, draft_dir, prompts_file, tmp_path, env, spawn
-):
+def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(trained, tmp_path, env, spawn):
     kill = BEFORE + "before(draftsmith.train.loop, 'learning_rate', 4, KILL)"
     (tmp_path / "cwd").mkdir()
     spawn(*trained, cwd=tmp_path / "cwd", env=env, patch=kill).wait(-9)
     time.sleep(1.1)  # wandb names its directories by the second
-    evaluation = (
-        f"eval --target {target_dir} --draft mine={tmp_path}/draft --id prose={prompts_file} "
-        f"--out {tmp_path}/eval --max_prompts 3 --max_new_tokens 6 --bootstrap 100 "
-        "--speed_prompts 1"
-    ).split() + TRACKED
-    printed = ""
-    for words in (trained, evaluation):
-        printed += "".join(spawn(*words, cwd=tmp_path / "cwd", env=env).wait())
-    assert printed.count("W&B: ") == 2
+    printed = "".join(spawn(*trained, cwd=tmp_path / "cwd", env=env).wait())
+    assert printed.count("W&B: ") == 1
     for others in ("wandb: ", "Loading weights", "Writing model shards", "ds_accelerator"):
         assert others not in printed
     assert list((tmp_path / "cwd").iterdir()) == []
@@ -80,57 +62,18 @@ def test_a_killed_run_continues_its_wandb_run_and_nothing_leaks(
     fingerprint = json.loads((tmp_path / "draft/draftsmith.json").read_text())["fingerprint"]
     assert f"draft-{fingerprint}".encode() in sent and b"model.safetensors" in sent
 
-    (evaluated,) = (tmp_path / "eval/wandb").glob("offline-run-*/files")
-    logged = {path.relative_to(evaluated).as_posix() for path in evaluated.rglob("*.*")}
-    assert {"results.json", "report.html"} <= logged
-    kinds = {name.partition("_")[0] for name in logged}
-    assert "media/table/tables/alpha" in kinds
-    assert any(kind.startswith("media/images/figures/") for kind in kinds)
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes()
     assert SECRET not in printed
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_an_evaluation_is_logged_with_its_decision_and_busy_speeds_are_marked(
-    tmp_path, monkeypatch, busy
-):
-    document = made_up({"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}, BOTH)
-    for row in document["conditions"]:
-        row["busy"] = busy
-    results = Results(document, tmp_path)
-    for name in ("results.json", "report.html"):
-        (tmp_path / name).touch()
-    (tmp_path / "run").mkdir()
-    started = MagicMock()
-    run = started.return_value.__enter__.return_value
-    run.configure_mock(dir=str(tmp_path / "run"), summary={})
-    run.settings.sync_dir = "."
-    monkeypatch.setattr(wandb, "init", started)
-    config = EvalConfig(
-        target="t", draft=["base=b", "mine=d"], id=["prose=p"], out="o", tracker="wandb"
-    )
-    track(config, results)
-    assert started.call_args.kwargs["config"]["models"].keys() >= {"base", "mine"}
-    assert run.summary["decision"] and run.summary["verdict"] == decide(results).verdict
-    alpha = results.alpha("mine", "prose", temperature=1.0)
-    assert run.summary["alpha/mine/prose/T1"] == alpha["value"]
-    speeds = {name.partition("/")[0] for name in run.summary if name.startswith("speedup")}
-    assert speeds == {"speedup_busy" if busy else "speedup"}
-
-
 @pytest.mark.slow
-def test_nobody_is_asked_at_a_terminal_for_a_missing_key(
-    tmp_path, env, target_dir, draft_dir, golden
-):
-    write_rows(tmp_path / "d.jsonl", {"prompt": "The"})
-    words = f"eval --target {target_dir} --draft a={draft_dir} --id c=d.jsonl --out eval".split()
-    words += ["--tracker", "wandb"]
+def test_nobody_is_asked_at_a_terminal_for_a_missing_key(trained, tmp_path, env, golden):
     ours, theirs = pty.openpty()
     clean = os.environ | env | {"PYTHONPATH": str(ROOT)}
     for key in ("WANDB_MODE", "WANDB_API_KEY"):
         del clean[key]
-    command = [sys.executable, "-m", "draftsmith", *words]
+    command = [sys.executable, "-m", "draftsmith", *trained]
     child = subprocess.Popen(
         command, cwd=tmp_path, env=clean, stdin=theirs, stdout=theirs, stderr=theirs
     )
@@ -140,7 +83,7 @@ def test_nobody_is_asked_at_a_terminal_for_a_missing_key(
     os.close(ours)
     golden(shown.splitlines()[-1])
     assert "WANDB_MODE=offline" in shown and "account: " not in shown
-    assert not (tmp_path / "eval").exists() and not (tmp_path / "wandb").exists()
+    assert not (tmp_path / "draft").exists() and not (tmp_path / "wandb").exists()
 
 
 def test_what_wandb_fails_with_is_one_line_without_values(golden):
