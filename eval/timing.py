@@ -84,6 +84,14 @@ class Contender:
         }
         return [decoded(self.method, key, of) for key, of in values.items()]
 
+    def ran(self) -> list[tuple[int, float]]:
+        """Return the tokens and seconds of each output."""
+        found = []
+        for output in self.outputs:
+            tokens = sum(len(row.output_ids) for row in output.generations)
+            found.append((tokens, output.decode_s))
+        return found
+
 
 def decoder_of(
     target: PreTrainedModel,
@@ -176,33 +184,41 @@ class Task:
         methods: Mapping[str, Sequence[Method]],
         tick: Tick = no_tick,
     ) -> TimedCounts:
-        """Time the target alone and every (draft, method) at batch 1, prompt by prompt, in rotating
-        order.
-
-        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
-        of warm caches. Each is warmed up once before the clock counts.
-        """
+        """Time the target alone and every (draft, method) at batch 1, prompt by prompt."""
         load = os.getloadavg()[0]
         contenders = [Contender(SpeculativeDecoder(self.target, compile=self.compile))]
         for name, draft in drafts.items():
             for method in methods[name]:
                 decoder = decoder_of(self.target, draft, method, self.compile)
                 contenders.append(Contender(decoder, name, method))
-        for contender in contenders:
-            tokens = min(WARM_UP_TOKENS, self.max_new_tokens)
-            self._generate(contender.decoder, self.prompts[:1], contender.method, tokens)
-        for index, prompt in enumerate(self.prompts):
-            turn = index % len(contenders)
-            for contender in contenders[turn:] + contenders[:turn]:
-                output = self._generate(
-                    contender.decoder, [prompt], contender.method, self.max_new_tokens
-                )
-                contender.outputs.append(output)
-                tick(1)
+        self.race(contenders, [[prompt] for prompt in self.prompts], self.max_new_tokens, tick)
         return TimedCounts(
             runs=[(contender.draft, contender.counts()) for contender in contenders],
             load=[load, os.getloadavg()[0]],
         )
+
+    def race(
+        self,
+        contenders: Sequence[Contender],
+        batches: Sequence[Sequence[Prompt]],
+        tokens: int,
+        tick: Tick = no_tick,
+    ) -> None:
+        """Decode the batches with every contender, in rotating order.
+
+        Interleaving spreads a slow minute of the machine over all of them, rotation the advantage
+        of warm caches. Each is warmed up once before the clock counts.
+        """
+        for contender in contenders:
+            if not contender.outputs:
+                warm_up = min(WARM_UP_TOKENS, tokens)
+                self._generate(contender.decoder, batches[0], contender.method, warm_up)
+        for batch in batches:
+            first = len(contenders[0].outputs) % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                output = self._generate(contender.decoder, batch, contender.method, tokens)
+                contender.outputs.append(output)
+                tick(len(batch))
 
     def _decode(
         self, decoder: SpeculativeDecoder, method: Method | None, tick: Tick

@@ -12,10 +12,12 @@ from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import Prompt
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, resamples_of_sets, signs
+from draftsmith.eval.copying import AnyDraft
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.planning.tree_trials import Planner
 from draftsmith.eval.results import Results
 from draftsmith.eval.suites import Suite, prompt_groups
+from draftsmith.eval.timing import Task
 from tests.results_made_up import BASE, BOTH, made_up
 
 RNG = np.random.default_rng(0)
@@ -162,8 +164,8 @@ def test_a_plan_counts_batches_that_hold_the_same_prompts_once():
     prompts = [Prompt(f"{i}", "set", (i % 4, i % 4, 9)) for i in range(16)]
 
     def groups(batch_size, count):
-        fields = {"prompts": prompts, "batch_size": batch_size, "groups": groups_of(prompts)}
-        return Planner.batch_groups(cast(Planner, SimpleNamespace(**fields)), count)
+        task = SimpleNamespace(prompts=prompts, batch_size=batch_size)
+        return Planner(cast(Task, task), cast(AnyDraft, None)).batch_groups(count)
 
     assert groups(1, 6) == [0, 1, 2, 3, 0, 1]
     assert groups(2, 4) == [0, 1, 0, 1] and groups(4, 3) == [0, 0, 0]

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from draftsmith.core.errors import RunError
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import Tree, parse_tree
+from draftsmith.decode.method import Method
 from draftsmith.decode.tree import DynamicTree
-from draftsmith.decode.tree_spec import kary
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
 from draftsmith.eval.copying import CopyingDraft
 from draftsmith.eval.planning.plan import _pays, plan
 from draftsmith.eval.planning.tree_trials import Planner
-from draftsmith.eval.timing import records_steps
+from draftsmith.eval.timing import Task, records_steps
 from tests.tiny_models import tiny_llama
 
 
@@ -208,15 +208,15 @@ def test_a_plan_times_the_steps_that_are_served(
     }
     with golden.raises():
         plan(**pair, out=str(tmp_path / "plan.json"), compile=True, device="cpu")
-    planner = Planner(
+    task = Task(
         target=tiny_llama(1, 32),
-        draft=tiny_llama(1, 32),
         prompts=[],
         sampling=Sampling(temperature=0.0),
-        batch_size=1,
+        eos=(),
         max_new_tokens=4,
         seed=0,
-        compile=cast(bool, "eager"),
+        compile="eager",
     )
-    shapes_timed: list[Tree | None] = [None, kary((2, 1))]
-    assert [planner.decoder(shape).compile for shape in shapes_timed] == ["eager", "eager"]
+    planner = Planner(task, tiny_llama(1, 32))
+    timed = [planner.contender(method) for method in (None, Method.of("kary:2,1"))]
+    assert [contender.decoder.compile for contender in timed] == ["eager", "eager"]

@@ -9,31 +9,35 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
+
+import numpy as np
 
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, write_json_atomic
+from draftsmith.core.models import eos_ids
 from draftsmith.core.options import configured
 from draftsmith.core.progress import progress
 from draftsmith.core.ranks import say
 from draftsmith.core.records import provenance
+from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import resolve_sampling, sampling_options
-from draftsmith.decode import Tree, default_verifier
+from draftsmith.decode import Tree
 from draftsmith.decode.compiled.steps import check_backend
-from draftsmith.decode.method import OWN_TREE
+from draftsmith.decode.method import OWN_TREE, Method
 from draftsmith.drafts.draft_sources import check_sources, models_of
 from draftsmith.eval import remarks
-from draftsmith.eval.bootstrap import signs
+from draftsmith.eval.bootstrap import Floats, PromptSums, quotient, resamples, signs
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
+from draftsmith.eval.groups import groups_of
 from draftsmith.eval.loading import load
-from draftsmith.eval.planning.tree_trials import Planner
+from draftsmith.eval.planning.tree_trials import CONFIRM_ROUNDS, Planner
 from draftsmith.eval.schema import Estimate
-from draftsmith.eval.timing import records_steps
+from draftsmith.eval.timing import Task, records_steps
 
 SCHEMA_VERSION = 2
 FINALISTS = 3
@@ -41,6 +45,7 @@ FINALISTS = 3
 
 def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     """Return the plan as JSON, without the names of the models and the machine."""
+    task = planner.task
     with progress("plan", 3) as advance:
         advance(1, "costs of a step")
         costs = planner.costs()
@@ -48,47 +53,67 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         tried, not_tried = planner.try_trees()
         advance(1, "confirming")
         tried.sort(key=lambda candidate: -candidate.rate)
-        finalists = tried[:FINALISTS]
-        confirmed = planner.confirm(finalists, confirm_batches)
-    rates = [row["tokens_per_s"] for row in confirmed.rows[1:]]
-    speedups = [row["speedup"] for row in confirmed.rows[1:]]
+        finalists = [candidate.method for candidate in tried[:FINALISTS]]
+        batches = planner.batches(confirm_batches)
+        methods = [None, *finalists]
+        ran_MB2 = planner.timed(methods, batches, task.max_new_tokens, CONFIRM_ROUNDS)
+    groups = planner.batch_groups(confirm_batches)
+    rows = _confirmed(finalists, ran_MB2, groups * (ran_MB2.shape[1] // len(groups)), task.seed)
+    rates = [row["tokens_per_s"] for row in rows[1:]]
+    speedups = [row["speedup"] for row in rows[1:]]
     best = rates.index(max(rates))
     winner = finalists[best]
-    tree: JsonObject = {"spec": winner.spec}
-    if winner.spec == OWN_TREE:
+    tree: JsonObject = {"spec": winner.tree}
+    if winner.tree == OWN_TREE:
         assert isinstance(winner.shape, Tree)
         tree = {"parents": list(winner.shape.parents)}
     # Timings of the target alone over their median; other work on the machine spreads them.
-    noise = [second / median(confirmed.alone_s) for second in confirmed.alone_s]
+    alone_B = ran_MB2[0, :, 1] / ran_MB2[0, :, 0]
+    noise = (alone_B / np.median(alone_B)).tolist()
     load = [planner.load, os.getloadavg()[0]]
     cpus = os.cpu_count() or 1
-    conditions = remarks.conditions("plan", planner.sampling.temperature, load, noise, cpus)
+    conditions = remarks.conditions("plan", task.sampling.temperature, load, noise, cpus)
     busy = remarks.of_timing([conditions], cpus)
     # A busy machine's clock speaks neither for a draft nor against it.
     pays = None if busy else _pays(speedups, best)
-    noted = list(remarks.of_target(str(planner.target.name_or_path), planner.target))
-    noted += remarks.of_groups({"timed": planner.batch_groups(confirm_batches)})
+    noted = list(remarks.of_target(str(task.target.name_or_path), task.target))
+    noted += remarks.of_groups({"timed": groups})
     return {
         "schema_version": SCHEMA_VERSION,
         "tree": tree,
-        "name": winner.spec,
-        "verifier": default_verifier(winner.shape, draws=planner.model is not None),
+        "name": winner.tree,
+        "verifier": winner.verifier,
         "pays": pays,
         "speedup": speedups[best],
-        "sampling": planner.sampling.record(),
-        "batch_size": planner.batch_size,
-        "max_new_tokens": planner.max_new_tokens,
-        "compile": planner.compile,
-        "prompts": len(planner.prompts),
-        "prompt_groups": planner.groups,
+        "sampling": task.sampling.record(),
+        "batch_size": task.batch_size,
+        "max_new_tokens": task.max_new_tokens,
+        "compile": task.compile,
+        "prompts": len(task.prompts),
+        "prompt_groups": groups_of(task.prompts),
         "costs": asdict(costs),
-        "candidates": [{"tree": each.spec, "tokens_per_s": each.rate} for each in tried],
+        "candidates": [{"tree": each.method.tree, "tokens_per_s": each.rate} for each in tried],
         "not_tried": not_tried,
-        "confirmed": confirmed.rows,
+        "confirmed": rows,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - planner.started,
     }
+
+
+def _confirmed(
+    finalists: Sequence[Method], ran_MB2: Floats, groups: Sequence[int], seed: int
+) -> list[JsonObject]:
+    """The target alone and the finalists by the clock, as JSON."""
+    alone, *others = [PromptSums(ran_B2[:, 0], ran_B2[:, 1]) for ran_B2 in ran_MB2]
+    picks = resamples(groups, 2000, row_seed(seed, "plan/confirm"))
+    rows: list[JsonObject] = [
+        {"tree": "the target alone", "tokens_per_s": alone.pooled, "speedup": None}
+    ]
+    for method, own in zip(finalists, others, strict=True):
+        speedup = quotient(own, alone, picks)
+        rows.append({"tree": method.tree, "tokens_per_s": own.pooled, "speedup": speedup})
+    return rows
 
 
 def _pays(speedups: Sequence[Estimate], best: int) -> bool | None:
@@ -118,17 +143,17 @@ def plan(config: PlanConfig | None = None, **options: Any) -> JsonObject:
     resolved = resolve_sampling(config.target, pair.target, sampling_options(config))
     if resolved.note:
         say(f"plan: {resolved.note}")
-    planner = Planner(
+    task = Task(
         target=pair.target,
-        draft=drafts["draft"],
         prompts=suite.prompts,
         sampling=resolved.sampling,
+        eos=eos_ids(pair.target),
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
         seed=config.seed,
         compile=records_steps(config.compile, pair.target, drafts.values()),
     )
-    document = plan_pair(planner, config.confirm_prompts)
+    document = plan_pair(Planner(task, drafts["draft"]), config.confirm_prompts)
     options = {"prompts": config.prompts, "seed": config.seed}
     document |= {
         "models": model_rows(config.target, pair.target, sources, drafts),
