@@ -62,6 +62,7 @@ def calls_of(there, target, draft, answers, url):
         "evaluate": lambda: ds.evaluate(
             draft=[f"base={draft}", f"mine={trained}"],
             id=[f"x={prompts}"],
+            ood=[f"y={prompts}"],
             out=measured,
             speed_prompts=1,
             bootstrap=100,
@@ -70,7 +71,7 @@ def calls_of(there, target, draft, answers, url):
             **common,
             **short,
         ),
-        "Results": lambda: results().plot("part"),
+        "Results": lambda: results().plot(),
         "plan": lambda: ds.plan(draft=draft, prompts=prompts, out=out("p.json"), **common, **short),
         "export": lambda: ds.export(
             draft=head, out=out("export"), format="speculators", target=target

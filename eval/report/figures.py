@@ -1,5 +1,4 @@
-"""The figures of a report: dot plots with a line per draft and set, and panels with a curve per
-draft.
+"""The figures of a report: dot plots with a line per draft and set.
 
 Each figure is a function of the results and a look; None if there is nothing to show.
 """
@@ -8,7 +7,6 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -24,17 +22,14 @@ from draftsmith.eval.formats import (
 from draftsmith.eval.report.theme import WIDTH, Look, drawing
 from draftsmith.eval.results_table import FigureRow, ResultsTable
 
-# Inches per line of a dot plot, above and below the lines, of a panel's height, and of a legend's.
+# Inches per line of a dot plot, and above and below the lines.
 LINE = 0.25
 FRAME = 0.75
-PANEL = 2.3
-LEGEND_LINE = 0.23
 NAME = 16  # characters of a name beside the dots
 HEADING = 36
 # Coordinates of what stands beside the line `y` of a dot plot.
 BESIDE = ("axes fraction", "data")
-SHARES = (-0.03, 1.03)  # of an axis from 0 to 1, with whole marks at its ends
-# A panel, or a curve, of fewer points than this says no more than its row of a table.
+# A panel of fewer points than this says no more than its row of a table.
 LEAST_POINTS = 3
 
 
@@ -216,90 +211,3 @@ def _dots(ax: Axes, look: Look, y: int, line: Line, draft: str) -> None:
         mark = look.marker(draft)
         ax.plot(row["value"], at, mark, ms=5.5, mec=colour, mew=1.4, mfc=face, clip_on=False)
     ax.annotate(line.note, (1.02, y), xycoords=BESIDE, va="center", color=look.colours["ink"])
-
-
-class Point(NamedTuple):
-    """A point of a curve: the name of its place, and the row of its value."""
-
-    place: str
-    row: FigureRow
-
-
-# By panel and draft.
-Curves = dict[str, dict[str, list[Point]]]
-
-
-def accept_figure(results: ResultsTable, look: Look) -> Drawn | None:
-    """accept@d against depth, one panel per set, for the first method."""
-    curves: Curves = {}
-    tree, rule = results.methods[0] if results.methods else (None, None)
-    top = results.top_temperature
-    for row in results.where(figure="accept", temperature=top, tree=tree, rule=rule):
-        if row["set"]:
-            points = curves.setdefault(named_set(row), {}).setdefault(row["draft"], [])
-            points.append(Point(str(row["depth"]), row))
-    return _panels(look, curves, "depth")
-
-
-def part_figure(results: ResultsTable, look: Look) -> Drawn | None:
-    """Acceptance by part of the answers: one panel for each kind of part and of sets."""
-    curves: Curves = {}
-    for row in results.select("alpha", "acceptance", parts=True):
-        if row["set"] is None and row["temperature"] == results.top_temperature:
-            by, _, part = row["part"].partition(": ")
-            title = f"{by} ({row['kind'].upper()})"
-            of_panel = curves.setdefault(title, {})
-            begin = "0" if part.startswith("below") else part.split()[0]
-            of_panel.setdefault(row["draft"], []).append(Point(begin, row))
-    for of_panel in curves.values():
-        for points in of_panel.values():
-            points.sort(key=_begins)
-    return _panels(look, curves, f"from, T = {results.top_temperature:g}")
-
-
-def _begins(point: Point) -> float:
-    """Where a part by a number begins; spans stay in their order."""
-    return float(point.place) if point.place[0].isdigit() else 0.0
-
-
-def _panels(look: Look, curves: Curves, label: str) -> Drawn | None:
-    """Panels two abreast, by their title, with one legend and one label of the horizontal axis.
-    Panels without a curve of several points are left out.
-    """
-    shown = {}
-    for title, by_draft in curves.items():
-        if max(map(len, by_draft.values())) >= LEAST_POINTS:
-            shown[title] = by_draft
-    if not shown:
-        return None
-    columns = min(2, len(shown))
-    rows = -(-len(shown) // columns)
-    entries: dict[str, Artist] = {}
-    with drawing(look.colours):
-        named: set[str] = set()
-        for by_draft in shown.values():
-            named |= set(by_draft)
-        legend = LEGEND_LINE * (2 + len(named) // 2)
-        figure = Figure(figsize=(WIDTH, PANEL * rows + legend))
-        for index, (title, by_draft) in enumerate(shown.items(), start=1):
-            ax = figure.add_subplot(rows, columns, index, ylim=SHARES)
-            ax.set_title(shortened(title, 26))
-            ax.tick_params(labelsize="small")
-            for draft, points in by_draft.items():
-                entries[shortened(draft, NAME)] = _curve(ax, look, draft, points)
-        figure.supxlabel(label, color=look.colours["soft"], fontsize=11)
-        figure.legend(entries.values(), entries.keys(), loc="outside upper left", ncols=2)
-    return Drawn(figure, "The table by part or depth has the figures.")
-
-
-def _curve(ax: Axes, look: Look, draft: str, points: Sequence[Point]) -> Artist:
-    """Draw figures with their intervals, without points that are not defined."""
-    colour = look.colour(draft)
-    points = [point for point in points if point.row["value"] is not None]
-    for place, row in points:
-        if row["low"] is not None:
-            ax.plot([place] * 2, [row["low"], row["high"]], color=colour, lw=1.2, alpha=0.5)
-    places = [point.place for point in points]
-    values = [point.row["value"] for point in points]
-    (line,) = ax.plot(places, values, color=colour, marker=look.marker(draft), ms=4.5)
-    return line

@@ -8,7 +8,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.core.io import write_text_atomic
-from draftsmith.eval.formats import tree_name
 from draftsmith.eval.report import WORDS, figures
 from draftsmith.eval.report.tables import Table, first_rows, tables
 from draftsmith.eval.report.theme import DARK, LIGHT, Look, inline_svg, roles_of, write_png
@@ -19,8 +18,6 @@ FIGURES = {
     "alpha": figures.alpha_figure,
     "gain": figures.gain_figure,
     "tau": figures.tau_figure,
-    "accept": figures.accept_figure,
-    "part": figures.part_figure,
 }
 
 
@@ -67,9 +64,7 @@ def pictures(
         if drawn is None:
             continue
         words = WORDS["figures"][name]
-        tree, rule = results.methods[0] if results.methods else ("", "")
-        method = f"{tree_name(tree)}, {rule}"
-        caption = words["caption"].format(base=results.base, method=method) + more
+        caption = words["caption"].format(base=results.base) + more
         label = f"{words['title']}. {drawn.text}"
         found.append(Picture(words["title"], caption, inline_svg(drawn.figure, name, label)))
         if png_directory is not None:
