@@ -27,13 +27,11 @@ from draftsmith.core.penalties import Seen, penalised
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.ranks import divided
 from draftsmith.core.sampling import Sampling, acceptance, generator, probs, row_seed, uniforms
-from draftsmith.core.state_store import StoredStates, cached_layers
 from draftsmith.decode import Tree, takes_trees
 from draftsmith.decode.method import Method
 from draftsmith.decode.propose.lookup_first import stands_beside
 from draftsmith.decode.propose.network import fit_vocabulary
 from draftsmith.drafts.heads import Head
-from draftsmith.drafts.heads.borrowed import borrow
 from draftsmith.drafts.load import Draft
 from draftsmith.eval.copying import (
     AnyDraft,
@@ -170,7 +168,7 @@ class Reader:
     """Reads continuations with the target and every draft, as far as `methods` need them.
 
     All drafts share one forward of the target. max_logits: the most logits held at once per model,
-    except for a single row. confidence: also trace it. states: in place of the target's forward.
+    except for a single row. confidence: also trace it.
     drafts_see_penalties: as in `decode`; in engines they do not.
     texts: trace `text_figures` too.
     """
@@ -183,7 +181,6 @@ class Reader:
     max_logits: int = MAX_LOGITS
     seed: int = 0
     confidence: bool = False
-    states: StoredStates | None = None
     drafts_see_penalties: bool = True
     texts: bool = False
 
@@ -263,16 +260,8 @@ class Reader:
     def _target(
         self, batch: _Batch, layers: Sequence[int], first: int
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The target's logits from column `first` on and its states: from a forward, or from
-        files.
-        """
+        """The target's logits from column `first` on and its states."""
         columns = batch.ids_BT.shape[1]
-        if self.states is not None:
-            wanted = cached_layers(layers)
-            rows = [self.states.get(row.ids, wanted).transpose(0, 1) for row in batch.rows]
-            states_BTLH = pad_sequence(rows, batch_first=True)[:, :columns].to(self.target.device)
-            stored = dict(zip(wanted, states_BTLH.unbind(2), strict=True))
-            return borrow(self.target).project(stored[-1][:, first:]), stored
         # Causal models never see the padding on the right, so nothing need be masked. Without a
         # mask some take every token that equals their padding for padding (XLM).
         out, states = forward_with_states(

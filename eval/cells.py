@@ -18,7 +18,6 @@ from draftsmith.decode.method import Method
 from draftsmith.decode.propose import CHAIN
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.load import LoadedModels
-from draftsmith.eval.absent_target import Answers
 from draftsmith.eval.alpha import measure_alphas, prompt_nats
 from draftsmith.eval.counts import TARGET, CellCounts, Count, Tally, Where, of_method
 from draftsmith.eval.facts import identity, machine
@@ -53,7 +52,6 @@ class Evaluation:
     drafts: dict[str, AnyDraft]
     models: dict[str, ModelRow]
     run: Run
-    answers: Answers | None = None
     tally: Tally = field(default_factory=Tally)
     conditions: list[Conditions] = field(default_factory=list)
     advance: Advance = no_tick
@@ -160,12 +158,8 @@ class Evaluation:
         where = f"{suite.name}, T={sampling.temperature:g}"
         count = len(suite.prompts)
         task, decides = self._decoding(suite, sampling)
-        if self.answers is None:
-            baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
-            self._append(TARGET, suite, sampling, prompt_nats(self.pair.target, suite.prompts))
-        else:
-            baseline = self.answers.baselines[suite.name]
-            decides["answers"] = hash_json(baseline)
+        baseline = self.cell(decides, task.baseline, f"target alone: {where}", count)
+        self._append(TARGET, suite, sampling, prompt_nats(self.pair.target, suite.prompts))
         outputs = baseline["output_ids"]
         written = [
             Count("tokens", [len(ids) for ids in outputs]),
@@ -226,7 +220,6 @@ class Evaluation:
                 marks=span_marks(self.pair.tokenizer),
                 batch_size=self.request.config.batch_size,
                 seed=self.request.config.seed,
-                states=None if self.answers is None else self.answers.states,
             )
 
         def of(name: str) -> CellCounts:

@@ -16,7 +16,6 @@ from draftsmith.core.options import (
     Directory,
     LargeTargetOptions,
     Model,
-    ModelOptions,
     NamedModel,
     NamedPrompts,
     NotIdentity,
@@ -25,12 +24,10 @@ from draftsmith.core.options import (
     PromptOptions,
     Prompts,
     Rare,
-    RevisionOptions,
     RunOptions,
     Spec,
     SpreadTargetOptions,
     Temperature,
-    Text,
     options,
 )
 from draftsmith.core.settings import Quantize
@@ -130,26 +127,6 @@ class EvalConfig(LargeTargetOptions, PenaltyOptions, PromptOptions, RunOptions):
     def __post_init__(self) -> None:
         if self.tree == ["none"] and self.verifier:
             raise InputError("verifier: --tree none decodes nothing; leave it out")
-
-
-@options
-class StatesEvalConfig(ModelOptions, RevisionOptions):
-    """Measure drafts of a target that is nowhere in memory: `draftsmith eval --states DIR`."""
-
-    states: Directory
-    """The target's states of all answers, as `distill --states` writes them."""
-    target: Model
-    """Target model, of which embedding, final norm and output projection are loaded."""
-    draft: Drafts
-    """Drafts, each MODEL or NAME=MODEL: language models of its tokenizer, or heads."""
-    id: Named
-    """Distilled sets in distribution, each DIR or NAME=DIR: the target's own answers."""
-    ood: list[NamedPrompts] = field(default_factory=list)
-    """Distilled sets out of distribution."""
-    tree: list[Spec] = field(default_factory=lambda: ["chain:4"])
-    """Draft trees to predict tau for."""
-    out: NotIdentity[Text]
-    """Directory for the results and the report."""
 
 
 @options

@@ -3,7 +3,7 @@
 import atexit
 import os
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,14 @@ from draftsmith.core.runs import Run
 from draftsmith.core.settings import resolve_sampling, sampling_options
 from draftsmith.core.template_date import date_of
 from draftsmith.decode.compiled.steps import check_backend
-from draftsmith.decode.method import Method
 from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.config import DoctorConfig
 from draftsmith.drafts.doctor import first_engine
 from draftsmith.drafts.draft_sources import is_joined, models_of
 from draftsmith.drafts.load import LoadedModels
 from draftsmith.eval import remarks
-from draftsmith.eval.absent_target import options_of, read_answers
 from draftsmith.eval.cells import Evaluation
-from draftsmith.eval.config import EvalConfig, StatesEvalConfig
+from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.copying import loaded_drafts
 from draftsmith.eval.counts import TARGET, packed
 from draftsmith.eval.facts import clock, model_rows
@@ -58,20 +56,10 @@ def evaluate(config: EvalConfig | None = None, **options: Any) -> Results:
     return evaluate_request(check(configured(EvalConfig, config, options)))
 
 
-def evaluate_from_states(config: StatesEvalConfig) -> Results:
-    """Do as `evaluate` without decoding, on answers of a target that is nowhere in memory."""
-    request = check(options_of(config))
-    nothing = dict.fromkeys(request.drafts, list[Method]())
-    return evaluate_request(replace(request, methods=nothing), config)
-
-
 @attention_of_any_length()
-def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = None) -> Results:
-    """Do as `evaluate` with options that are parsed. states: the options of an evaluation from
-    states; the target's answers are then those of the sets.
-    """
+def evaluate_request(request: EvalRequest) -> Results:
+    """Do as `evaluate` with options that are parsed."""
     given = request.config
-    asked = states or given
     started = time.time()
     if launched() > 1:
         join_processes(given.device, given)
@@ -81,14 +69,14 @@ def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = Non
         on_main(lambda: _check_before(out))
         for directory in (out, out / "plots", out / "cells") if is_main() else ():
             remove_leftovers(directory)
-        work, notes = _prepared(request, run, states)
+        work, notes = _prepared(request, run)
         work.measure()
         late = remarks.of_timing(work.conditions, os.cpu_count() or 1)
         late += remarks.of_outputs(work.tally.table(), work.models[TARGET]["dtype"])
         notes += announce(late, strict=False)
 
         def write() -> None:
-            results = Results(_document(work, notes, asked, started), out)
+            results = Results(_document(work, notes, started), out)
             results.write()
             write_report(results)
 
@@ -102,22 +90,14 @@ def evaluate_request(request: EvalRequest, states: StatesEvalConfig | None = Non
     return results
 
 
-def _prepared(
-    request: EvalRequest, run: Run, states: StatesEvalConfig | None
-) -> tuple[Evaluation, list[Remark]]:
+def _prepared(request: EvalRequest, run: Run) -> tuple[Evaluation, list[Remark]]:
     """Read prompts, load models, claim the directory; return the work and what is remarkable."""
     given = request.config
     device = resolve_device(given.device)
     check_backend(given.compile, device)
     reset_peak_memory(device)
     sources = models_of(request.drafts)
-    answers = None
-    if states is None:
-        suites, pair = load(given, sources, request.id_sets, request.ood_sets)
-    else:
-        answers = read_answers(request, states.states)
-        suites = answers.suites
-        pair = answers.pair
+    suites, pair = load(given, sources, request.id_sets, request.ood_sets)
     drafts = _drafts(request, pair)
     # Sampling options that are left out come from the target's generation_config.json.
     hottest = sampling_options(given) | {"temperature": max(given.temperature)}
@@ -127,25 +107,19 @@ def _prepared(
     recorded = from_main(lambda: records_steps(given.compile, pair.target, drafts.values()))
     request = request.resolved(found.sampling, date_of(pair.tokenizer), compile=recorded)
     models = model_rows(given.target, pair.target, request.drafts, drafts)
-    if answers is None:
-        other = remarks.of_targets(sources, pair.target)
-        _name_engines(request, pair, models)
-    else:
-        models[TARGET] = answers.whole(models[TARGET])
-        other = []
+    _name_engines(request, pair, models)
     early = [
         *remarks.of_prompts(suites),
         *remarks.of_training(sources, suites),
         *remarks.of_models(models),
-        *other,
+        *remarks.of_targets(sources, pair.target),
     ]
     notes = announce(early, strict=given.strict)
     inputs = {key: getattr(given, key) for key in ("target", "draft", "id", "ood", "tree")}
     fingerprints = {name: row["fingerprint"] for name, row in models.items()}
     agree({"models": fingerprints, "prompts": {suite.name: suite.digest for suite in suites}})
-    asked = states or given
-    run.begin("evaluation", identity(asked), command_line("eval", asked), inputs, replace=True)
-    work = Evaluation(request, suites, pair, drafts, models, run, answers)
+    run.begin("evaluation", identity(given), command_line("eval", given), inputs, replace=True)
+    work = Evaluation(request, suites, pair, drafts, models, run)
     few = remarks.of_groups(work.groups)
     of_target = remarks.of_target(given.target, pair.target)
     notes += announce([*of_target, *few], strict=False)
@@ -172,9 +146,7 @@ def _check_before(out: Path) -> None:
         refuse_foreign(out, ("results.json", "report.html", "plots/*"))
 
 
-def _document(
-    work: Evaluation, notes: list[Remark], asked: EvalConfig | StatesEvalConfig, started: float
-) -> JsonObject:
+def _document(work: Evaluation, notes: list[Remark], started: float) -> JsonObject:
     """Make results.json."""
     request = work.request
     options = asdict(request.config)
@@ -203,7 +175,7 @@ def _document(
         "rows": rows_as_json(rows),
         "counts": packed(counts),
         "conditions": work.conditions,
-        "provenance": provenance(command_line("eval", asked), options),
+        "provenance": provenance(command_line("eval", request.config), options),
         "clock": clock(started, work.reused, work.measured, work.pair.target),
     }
 

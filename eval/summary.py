@@ -175,9 +175,6 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
         return decision.verdict, decode_command(target, command, options)
     if decision.verdict == "reject":
         return "reject", decode_command(target, command, [])
-    if "--states" in shlex.split(command):
-        evaluate = ["draftsmith", "eval", "--target", target, "--draft", *config["draft"]]
-        return "from_states", shlex.join([*evaluate, "--id", "PROMPTS", "--out", "DIR"])
     if not results.methods:
         return "undecoded", _again(_again(command, "--tree", "chain:2"), "--speed_prompts", "8")
     if decision.row is None:

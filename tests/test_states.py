@@ -5,7 +5,6 @@ Legend: T tokens, H hidden size.
 """
 
 import json
-import shutil
 from typing import Any
 
 import pytest
@@ -14,26 +13,14 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.core.hidden_states import body_states, final_norm, layout_of
 from draftsmith.core.models import load_model
-from draftsmith.core.sampling import Sampling
 from draftsmith.core.state_store import (
     StateFiles,
     StoredStates,
     cached_layers,
     checkpoint_digest,
 )
-from draftsmith.decode.method import Method
-from draftsmith.drafts.heads import save_head
-from draftsmith.drafts.heads.eagle3 import Eagle3Head
-from draftsmith.drafts.load import load_models
-from draftsmith.eval.alpha import measure_alphas
-from draftsmith.eval.counts import of_method
-from draftsmith.eval.formulas import Continuation
-from draftsmith.eval.results import Results
-from draftsmith.eval.summary import lead
-from tests.distilled import rows_of
 from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
 from tests.test_train_kinds import OPTIONS as KINDS
-from tests.tiny_models import stirred
 from tests.train_laws import FAMILIES, tiny_family
 
 DIGEST = "d" * 16
@@ -238,60 +225,3 @@ def test_states_of_another_target_are_refused_by_the_command(
     door.refused(*words, *states, "--head.features", tmp_path / "other")
     at = words.index("--target")
     door.refused(*words[:at], *words[at + 2 :], *states)
-
-
-@pytest.mark.parametrize("kind", ["eagle3", pytest.param("lm", marks=pytest.mark.slow(4))])
-def test_alpha_and_tau_from_states_are_those_beside_the_target(
-    kind, target_dir, draft_dir, distilled, door, tmp_path, golden
-):
-    draft = draft_dir
-    target = load_model(target_dir, device="cpu")
-    if kind == "eagle3":
-        draft = str(tmp_path / "head")
-        save_head(stirred(Eagle3Head.fresh(target)), draft)
-    rows = [row for row in rows_of(distilled)]
-    digest = checkpoint_digest(target_dir)
-    cache = StateFiles(tmp_path / "states", digest, torch.float32)
-    for row in rows:
-        ids = [*row["prompt_ids"], *row["response_ids"]]
-        with torch.no_grad():
-            found = body_states(target, (0, 1, 2), input_ids=torch.tensor([ids[:-1]]))
-        cache.put(ids, (0, 1, 2), torch.cat(found))
-    words = (
-        f"eval --states {tmp_path / 'states'} --target {target_dir} --draft mine={draft}".split()
-    )
-    words += f"--id a={distilled} --ood b={distilled} --device cpu".split()
-    words += ["--out", tmp_path / "out"]
-    door.ok(*words)
-    results = Results.load(tmp_path / "out")
-    assert (tmp_path / "out" / "report.html").is_file()
-    head = lead(results)
-    assert results.document["config"]["repetition_penalty"] == 1.0
-    golden(results.document["provenance"]["command"])
-    golden(head.command)
-    golden(head.decided)
-    texts = [Continuation(row["id"], row["prompt_ids"], row["response_ids"]) for row in rows]
-    pair = load_models(target_dir, {"d": draft}, device="cpu")
-    sampling = Sampling(temperature=rows[0]["temperature"])
-    methods = [Method.of("chain:4", "speculative")]
-    wanted = measure_alphas(target, pair.drafts, texts, sampling, methods, batch_size=16)["d"]
-    whole = of_method(wanted)
-    calls = of_method(wanted, methods[0])["expected_calls"]
-    values = {
-        "alpha": sum(whole["alpha"]) / sum(whole["positions"]),
-        "tau_predicted": sum(whole["positions"]) / sum(calls),
-    }
-    for name, value in values.items():
-        asked = [(None, None), ("chain:4", "speculative")]
-        figures = results.select(name)
-        shown = [figure for figure in figures if (figure["tree"], figure["rule"]) in asked]
-        for figure in shown:
-            assert figure["value"] == pytest.approx(value, abs=1e-5)
-            assert figure["low"] < figure["value"] < figure["high"]
-        assert {figure["set"] for figure in shown} >= {"a", "b"}
-    assert results.drafts == ["mine"] and results.methods == []
-    door.refused(*words, "--id", tmp_path)
-    copy = shutil.copytree(distilled, tmp_path / "damaged")
-    part = next(copy.glob("part-*.parquet"))
-    part.write_bytes(part.read_bytes() + b"x")
-    door.refused(*words, "--id", copy)

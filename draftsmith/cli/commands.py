@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         EvalConfig,
         PlanConfig,
         RenderConfig,
-        StatesEvalConfig,
         TimeAgainConfig,
     )
     from draftsmith.eval.results import Results
@@ -173,12 +172,6 @@ def _eval(config: "EvalConfig", command: str) -> CommandResult:
 
     unmet = _unmet(lambda: evaluate_request(request))
     return replace(_measured(Results.load(config.out), {}), unmet=unmet)
-
-
-def _eval_states(config: "StatesEvalConfig", command: str) -> CommandResult:
-    from draftsmith.eval.run import evaluate_from_states
-
-    return _measured(evaluate_from_states(config), {})
 
 
 def _render(config: "RenderConfig", command: str) -> CommandResult:
@@ -355,9 +348,6 @@ COMMANDS = {
         _eval,
         True,
         {
-            "states": Command(
-                "alpha from the target's states", "eval.config:StatesEvalConfig", _eval_states
-            ),
             "render": Command("draw a report again", "eval.config:RenderConfig", _render),
             "time_again": Command(
                 "time an evaluation again", "eval.config:TimeAgainConfig", _time_again
