@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,40 @@ LEVEL = 0.95
 MAX_UNDEFINED = 0.05
 # Beyond this many degrees of freedom, Student's t is the normal distribution to 1e-3.
 MANY = 2000
+
+
+class Sampled(NamedTuple):
+    """A figure: its value and, after it, that of every resample (NaN: none), within bounds; and its
+    value for every seed. seeds: how many the draft has, if `of_seeds` has others too.
+    """
+
+    values: Floats
+    least: float = -math.inf
+    most: float = math.inf
+    of_seeds: Sequence[float] = ()
+    seeds: int | None = None
+
+    def over(self, below: "Sampled") -> "Sampled":
+        """The quotient of two figures of the same prompts, such as a speedup."""
+        return Sampled(over(self.values, below.values), least=0.0)
+
+    def minus(self, base: "Sampled") -> "Sampled":
+        """The difference of two figures, paired: both sides of a resample hold the same prompts."""
+        most = 1.0 if self.most == base.most == 1.0 else math.inf
+        return Sampled(self.values - base.values, -most, most)
+
+    def estimate(self, picks: "Resamples") -> Estimate:
+        """Return the value with its interval."""
+        low, high = interval(self.values[1:], picks, least=self.least, most=self.most)
+        own = float(self.values[0])
+        value = None if math.isnan(own) else own
+        return Estimate(value=value, low=low, high=high, n=picks.groups)
+
+
+def over(above: Floats, below: Floats) -> Floats:
+    """Divide; NaN where the divisor is zero."""
+    quotient: Floats = np.full(np.shape(below), np.nan)
+    return np.divide(above, below, out=quotient, where=below != 0)
 
 
 @dataclass(frozen=True)
@@ -54,16 +88,23 @@ class PromptSums:
         return float(self.numerator_P.sum()) / below if below else None
 
     @property
-    def shares(self) -> bool:
-        """Whether no ratio exceeds 1, as of shares of prompts, positions or mass."""
-        return bool((self.numerator_P <= self.denominator_P).all())
-
-    @property
     def mean_per_prompt(self) -> float | None:
         """Mean of the ratios of prompts that have one."""
         has = self.denominator_P > 0
         ratio_P = self.numerator_P[has] / self.denominator_P[has]
         return float(ratio_P.mean()) if has.any() else None
+
+    def sampled(self, picks: "Resamples") -> Sampled:
+        """The pooled ratio, in all and in every resample."""
+
+        def summed(own_P: Floats) -> Floats:
+            return np.append(own_P.sum(), picks.weights_RP @ own_P)
+
+        values = over(summed(self.numerator_P), summed(self.denominator_P))
+        shares = bool((self.numerator_P <= self.denominator_P).all())
+        # Counts per target call are at least 1.
+        least = 1.0 if (self.numerator_P >= self.denominator_P).all() else 0.0
+        return Sampled(values, least, 1.0 if shares else math.inf)
 
 
 @dataclass(frozen=True)
@@ -141,15 +182,6 @@ def resamples_of_sets(groups: Mapping[str, Sequence[Hashable]], count: int, seed
     return Resamples(weights_RP, tuple(sizes))
 
 
-def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
-    """Pooled ratio of every resample, `[R]`; NaN if its denominator is zero."""
-    below_R = picks.weights_RP @ sums.denominator_P
-    above_R = picks.weights_RP @ sums.numerator_P
-    ratio_R = np.full_like(below_R, np.nan)
-    np.divide(above_R, below_R, out=ratio_R, where=below_R > 0)
-    return ratio_R
-
-
 def interval(
     values_R: Floats, picks: Resamples, *, least: float = -math.inf, most: float = math.inf
 ) -> tuple[float | None, float | None]:
@@ -164,40 +196,24 @@ def interval(
     return max(least, wide_low), min(most, wide_high)
 
 
-def resampled(value: float | None, values_R: Floats, picks: Resamples, **bounds: float) -> Estimate:
-    """A figure with the interval of its resamples, within `bounds` as of `interval`."""
-    low, high = interval(values_R, picks, **bounds)
-    return Estimate(value=value, low=low, high=high, n=picks.groups)
+def pooled_ratios(sums: PromptSums, picks: Resamples) -> Floats:
+    """Pooled ratio of every resample, `[R]`; NaN if its denominator is zero."""
+    return sums.sampled(picks).values[1:]
 
 
-def estimate(sums: PromptSums, picks: Resamples, most: float = math.inf) -> Estimate:
-    """Pooled ratio with its interval, which ends at `most`."""
-    most = 1.0 if sums.shares else most
-    # Counts per target call are at least 1.
-    least = 1.0 if (sums.numerator_P >= sums.denominator_P).all() else 0.0
-    return resampled(sums.pooled, pooled_ratios(sums, picks), picks, least=least, most=most)
+def estimate(sums: PromptSums, picks: Resamples) -> Estimate:
+    """Pooled ratio with its interval."""
+    return sums.sampled(picks).estimate(picks)
 
 
 def quotient(above: PromptSums, below: PromptSums, picks: Resamples) -> Estimate:
-    """Quotient of two pooled ratios on the same prompts, such as a speedup, with its paired
-    interval.
-    """
-    value = above.pooled
-    if value is not None:
-        value = value / below.pooled if below.pooled else None
-    with np.errstate(divide="ignore", invalid="ignore"):
-        values_R = pooled_ratios(above, picks) / pooled_ratios(below, picks)
-    return resampled(value, values_R, picks, least=0.0)
+    """Quotient of two pooled ratios, with its interval."""
+    return above.sampled(picks).over(below.sampled(picks)).estimate(picks)
 
 
 def difference(new: PromptSums, base: PromptSums, picks: Resamples) -> Estimate:
-    """Difference of two pooled ratios, paired: both sides of a resample hold the same prompts."""
-    value = new.pooled
-    if value is not None:
-        value = None if base.pooled is None else value - base.pooled
-    most = 1.0 if new.shares and base.shares else math.inf
-    values_R = pooled_ratios(new, picks) - pooled_ratios(base, picks)
-    return resampled(value, values_R, picks, least=-most, most=most)
+    """Difference of two pooled ratios, with its interval."""
+    return new.sampled(picks).minus(base.sampled(picks)).estimate(picks)
 
 
 def signs(speedups: Sequence[Mapping[str, Any] | None], level: float = LEVEL) -> list[int | None]:

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draftsmith.core.sampling import row_seed
-from draftsmith.eval.bootstrap import PromptSums, Resamples
+from draftsmith.eval.bootstrap import PromptSums, Resamples, Sampled
 from draftsmith.eval.counts import TARGET
 from draftsmith.eval.predict import away_of_run
-from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sampled, Sums, over
+from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sums
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -76,9 +76,9 @@ class Over(_Paired):
 
     def of(self, sums: Sums, key: Key) -> Sampled:
         own = self.ratio.of(sums, key)
-        alone = self.ratio.of(sums, self.beside(sums, key)).values
-        of_seeds = [each / alone[0] for each in own.of_seeds if alone[0]]
-        return Sampled(over(own.values, alone), least=0.0, of_seeds=of_seeds)
+        alone = self.ratio.of(sums, self.beside(sums, key))
+        of_seeds = [each / alone.values[0] for each in own.of_seeds if alone.values[0]]
+        return own.over(alone)._replace(of_seeds=of_seeds)
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,9 @@ class Minus(_Paired):
     def of(self, sums: Sums, key: Key) -> Sampled:
         new = self.ratio.of(sums, key)
         base = self.ratio.of(sums, self.beside(sums, key))
-        most = max(new.most, base.most)
-        most = most if most == 1.0 else math.inf
         # Every seed over every seed of the base.
         seeds = [one - other for one, other in product(new.of_seeds, base.of_seeds)]
-        return Sampled(new.values - base.values, -most, most, seeds, len(new.of_seeds))
+        return new.minus(base)._replace(of_seeds=seeds, seeds=len(new.of_seeds))
 
 
 @dataclass(frozen=True)
@@ -124,10 +122,10 @@ class Quotient:
             return Sampled(np.full(1, np.nan))
         here = self.minus.of(sums, key)
         there = self.minus.of(home, key)
-        low, _ = there.interval(home.picks[self.below])
+        low = there.estimate(home.picks[self.below])["low"]
         if low is None or low <= 0:
             return Sampled(np.full(1, np.nan))
-        return Sampled(over(here.values, there.values))
+        return here.over(there)._replace(least=-math.inf)
 
 
 @dataclass(frozen=True)
@@ -376,10 +374,8 @@ def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:
 
 
 def _row(name: str, sums: Sums, key: Key, sampled: Sampled, picks: Resamples) -> dict[str, Any]:
-    low, high = sampled.interval(picks)
     seeds = sampled.of_seeds if len(sampled.of_seeds) > 1 else ()
     where = {"figure": name, "set": sums.set, "kind": sums.kind, **key._asdict()}
-    bounds = {"value": sampled.values[0], "low": low, "high": high, "n": picks.groups}
     ends = {"seed_low": min(seeds, default=None), "seed_high": max(seeds, default=None)}
     count = (sampled.seeds or len(seeds)) if seeds else None
-    return {**where, **bounds, **ends, "seeds": count}
+    return {**where, **sampled.estimate(picks), **ends, "seeds": count}

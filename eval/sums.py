@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from draftsmith.eval.bootstrap import Floats, Resamples, interval, resamples_of_sets
+from draftsmith.eval.bootstrap import Floats, Resamples, Sampled, over, resamples_of_sets
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -41,23 +41,6 @@ class Key(NamedTuple):
     rule: str | None
     depth: int | None
     part: str | None
-
-
-class Sampled(NamedTuple):
-    """A figure, its value in every resample after its own (NaN: none), and for every seed.
-
-    seeds: how many the draft has, if `of_seeds` has others too.
-    """
-
-    values: Floats
-    least: float = -math.inf
-    most: float = math.inf
-    of_seeds: Sequence[float] = ()
-    seeds: int | None = None
-
-    def interval(self, picks: Resamples) -> tuple[float | None, float | None]:
-        """Return the bounds of its interval, or (None, None)."""
-        return interval(self.values[1:], picks, least=self.least, most=self.most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,12 +101,6 @@ class Sums:
         values = over(self.sums_1RK[:, one], self.sums_1RK[:, other])
         of_seeds = over(self.of_seeds_SK[:, one], self.of_seeds_SK[:, other])
         return Sampled(values, least, most, of_seeds[np.isfinite(of_seeds)].tolist())
-
-
-def over(above: Floats, below: Floats) -> Floats:
-    """Divide; NaN where the divisor is zero."""
-    quotient: Floats = np.full(np.shape(below), np.nan)
-    return np.divide(above, below, out=quotient, where=below != 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.core.io import JsonObject
-from draftsmith.eval.bootstrap import PromptSums, Resamples, estimate, pooled_ratios, resampled
+from draftsmith.eval.bootstrap import PromptSums, Resamples, estimate
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.predict import Traces
 from draftsmith.eval.schema import Estimate
@@ -110,9 +110,12 @@ def _figure(
     sums: Mapping[str, Sequence[float]], name: str, below: str, picks: Resamples
 ) -> TextFigure:
     ratio = PromptSums.of(sums[name], sums[below])
-    found = resampled(ratio.pooled, pooled_ratios(ratio, picks), picks)
+    # Neither is bounded: they may be below zero.
+    sampled = ratio.sampled(picks)._replace(least=-math.inf, most=math.inf)
     total = sum(sums[below])
-    return TextFigure(found, math.sqrt(sum(sums[f"{name}_variance"])) / total if total else 0.0)
+    return TextFigure(
+        sampled.estimate(picks), math.sqrt(sum(sums[f"{name}_variance"])) / total if total else 0.0
+    )
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,8 @@ def test_interval_covers_the_truth_about_as_often_as_it_says():
 
 def test_an_interval_holds_nothing_impossible():
     picks = resamples(range(2), 400, 0)
-    tau = estimate(PromptSums.of([10, 29], [10, 10]), picks, most=3.0)
+    ratio = PromptSums.of([10, 29], [10, 10]).sampled(picks)
+    tau = ratio._replace(most=3.0).estimate(picks)
     assert (tau["low"], tau["high"]) == (1.0, 3.0)
     gain = difference(PromptSums.of([10, 0], [10, 10]), PromptSums.of([0, 5], [10, 10]), picks)
     assert (gain["low"], gain["high"]) == (-1.0, 1.0)
