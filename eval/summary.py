@@ -179,6 +179,8 @@ def _next(results: ResultsTable, decision: Decision) -> tuple[str, str]:
         return "undecoded", _again(_again(command, "--tree", "chain:2"), "--speed_prompts", "8")
     if decision.row is None:
         return "lossy", _again(command, "--verifier", "exact")
+    if decision.setting is None and config.get("speed_prompts"):
+        return "looping", _again(command, "--temperature", "1")
     if decision.setting is None:
         return "untimed", _again(command, "--speed_prompts", "8")
     if decision.busy:

@@ -197,9 +197,13 @@ def test_without_a_clock_or_without_a_lossless_rule_nothing_is_told(golden):
     drafts = {"base": BASE, "mine": {"id": 0.2, "ood": 0.1}}
     untimed = view(drafts, BOTH, timed=False)
     untimed.document["provenance"]["command"] = "draftsmith eval --speed_prompts 0 --out o"
+    untimed.document["config"]["speed_prompts"] = 0
     head = lead(untimed)
     assert (head.decision.verdict, head.decision.setting) == ("cannot_tell", None)
     golden(head.command)
+    untimed.document["config"]["speed_prompts"] = 4
+    golden(lead(untimed).todo)
+    golden(lead(untimed).command)
     for row in untimed.document["rows"]:
         row["figure"] = row["figure"].replace("tau", "tau_predicted")
     golden(lead(untimed).decided)

@@ -1,7 +1,6 @@
 """The target in this process, on vLLM: its own batching, prefix caching and tensor parallelism."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from vllm import LLM, SamplingParams
@@ -89,16 +88,15 @@ class VLLMEngine(Engine):
         for request, output in zip(requests, outputs, strict=True):
             drawn = output.outputs[0]
             if drawn.finish_reason in ("stop", "length"):
-                answers.append(Answer(tuple(drawn.token_ids), drawn.finish_reason))
+                ids = tuple(drawn.token_ids)
+                answers.append(Answer(ids, drawn.finish_reason, teacher=self._teacher(drawn)))
                 if self.states is not None:
                     path = (output.kv_transfer_params or {}).get("hidden_states_path")
-                    ids = (*request.prompt_ids, *drawn.token_ids)
-                    own = len(drawn.token_ids) if request.sampling.temperature <= 1 else 0
-                    self.states.take(path, request.key.row, ids, own, "the engine")
+                    own = len(ids) if request.sampling.temperature <= 1 else 0
+                    whole = (*request.prompt_ids, *ids)
+                    self.states.take(path, request.key.row, whole, own, "the engine")
             else:
                 answers.append(Failed(f"vLLM ended it with {drawn.finish_reason!r}"))
-        if self._k:
-            self._add_teacher(requests, answers)
         return answers
 
     def _call(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
@@ -116,6 +114,7 @@ class VLLMEngine(Engine):
             **request.sampling.record(),
             seed=request.seed,
             max_tokens=request.max_new_tokens or self._max_new_tokens,
+            logprobs=self._k or None,
             stop_token_ids=self._stop_ids,
             # the target's ends are all among the stop tokens, and come with the answer
             ignore_eos=True,
@@ -123,23 +122,15 @@ class VLLMEngine(Engine):
             extra_args={"kv_transfer_params": WITH_ANSWER} if self.states is not None else None,
         )
 
-    def _add_teacher(
-        self, requests: Sequence[AnswerRequest], answers: list[Answer | Failed]
-    ) -> None:
-        """Add teacher rows from a forward over prompt and answer, at temperature 1 and over the
-        whole vocabulary.
+    def _teacher(self, drawn: Any) -> bytes | None:
+        """The likeliest tokens at each token of an answer, at temperature 1 and over the whole
+        vocabulary.
         """
-        params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=self._k, detokenize=False
-        )
-        drawn = [(n, answer) for n, answer in enumerate(answers) if isinstance(answer, Answer)]
-        whole = [[*requests[n].prompt_ids, *answer.response_ids] for n, answer in drawn]
-        for (n, answer), output in zip(drawn, self._call(whole, params), strict=True):
-            rows = output.prompt_logprobs[len(requests[n].prompt_ids) :]
-            teacher = pack_likeliest([self._likeliest(row) for row in rows], self._vocabulary)
-            answers[n] = replace(answer, teacher=teacher)
-
-    def _likeliest(self, row: Any) -> list[tuple[int, float]]:
-        """row: by token id, its `logprob` and `rank`."""
-        best = sorted(row.items(), key=lambda item: item[1].rank)[: self._k]
-        return [(token, entry.logprob) for token, entry in best]
+        if not self._k:
+            return None
+        likeliest = []
+        for row in drawn.logprobs:
+            # By token id; the drawn one is beside the k likeliest.
+            best = sorted(row.items(), key=lambda item: item[1].rank)[: self._k]
+            likeliest.append([(token, entry.logprob) for token, entry in best])
+        return pack_likeliest(likeliest, self._vocabulary)
