@@ -71,6 +71,29 @@ def same_numbers(a, b):
 SHAPES = [(1, 1), (3, 65), (63, 7), (64, 128), (65, 129), (130, 300), (200, 511)]
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "four bits"])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (63, 128), (65, 192), (130, 320)])
+def test_narrow_weights_give_the_bits_of_fp32(library, monkeypatch, kind, outputs, inputs):
+    monkeypatch.setattr(library, "tiles", False)
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    if kind == "four bits":
+        codes = torch.randint(0, 256, (outputs, inputs // 2), generator=generator)
+        scales, table = weight[:, ::64].contiguous(), torch.randn(16, generator=generator)
+        narrow = PackedMatrix.of_codes(library, codes.byte(), scales, table)
+    else:
+        weight = weight.bfloat16() if kind == "bf16" else weight.half()
+        narrow = PackedMatrix(library, weight.float())
+    monkeypatch.setattr(native, "narrowest", lambda matrix: matrix)
+    wide = PackedMatrix(library, narrow.rows(torch.arange(outputs)))
+    assert narrow.values.nbytes < wide.values.nbytes
+    bias = torch.randn(outputs, generator=generator)
+    for rows in (1, 2, 5, 6, 7, 12, 13, 29, 61, 64, MOST_ROWS + 1):
+        x = torch.randn(rows, inputs, generator=generator)
+        other = torch.randn(rows, outputs, generator=generator) if rows % 2 else None
+        assert torch.equal(narrow.linear(x, bias, other), wide.linear(x, bias, other))
+
+
 @pytest.fixture(params=["tiles", "pairs"])
 def of_bf16(request):
     """The kernel of a processor that multiplies bf16 by tile registers (AMX), or pairs of bf16
