@@ -24,9 +24,8 @@ from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.decode import VERIFIERS, DraftModelProposer, Tree
 from draftsmith.outputs import Piece
 from draftsmith.pair import Pair
+from tests.conftest import ROOT
 from tests.distilled import write_rows
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.demo.widen import widen
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 VOCAB = 61
 
 

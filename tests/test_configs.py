@@ -29,9 +29,9 @@ from draftsmith.eval.config import EvalConfig
 from draftsmith.eval.request import check
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.draft_setup import read_shape
-from tests.small_recipes import family_of, small_recipe
+from tests.conftest import ROOT
+from tests.small_recipes import small_recipe
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 DEMO = ROOT / "draftsmith" / "demo"
 TRAIN = sorted(CONFIGS.glob("train/*.yaml"))
@@ -225,14 +225,12 @@ def test_vicuna_is_asked_as_it_was_trained(target_dir, monkeypatch, golden):
 
 
 def small_runs():
-    """Every recipe; slow are those that differ from an earlier one in sizes and data alone."""
+    """Every recipe; slow are those of a kind that an earlier one has."""
     seen = set()
     for recipe in TRAIN:
-        written = yaml.safe_load(recipe.read_text())
-        sources = [written["target"], *filter(None, [written.get("draft_config")])]
-        like = (written.get("kind"), written.get("objective"), *map(family_of, sources))
-        marks = [pytest.mark.slow] if like in seen else []
-        seen.add(like)
+        kind = yaml.safe_load(recipe.read_text()).get("kind")
+        marks = [pytest.mark.slow] if kind in seen else []
+        seen.add(kind)
         yield pytest.param(recipe, marks=marks, id=recipe.stem)
 
 

@@ -16,11 +16,12 @@ import yaml
 from huggingface_hub import HfApi, RepoUrl, constants
 
 from draftsmith.__main__ import main
-from draftsmith.core import hub, records, sources
+from draftsmith.core import hub, sources
 from draftsmith.core.errors import RunError
 from draftsmith.core.prompt_rows import check_rows
 from draftsmith.drafts import cards
 from draftsmith.drafts.engine_commands import SERVING
+from tests.results_made_up import BASE, BOTH, made_up
 
 RECORD: dict[str, Any] = {
     "kind": "draft-lm",
@@ -183,37 +184,12 @@ def test_licence_only_where_all_models_agree(tmp_path, target, draft, header):
 
 
 def test_results_of_an_evaluation_replace_those_of_training(checkpoint, tmp_path, golden):
-    def estimate(value):
-        return {
-            "value": value,
-            "low": None if value is None else value - 0.01,
-            "high": value and value + 0.01,
-        }
-
-    results = {
-        "schema_version": records.RESULTS_SCHEMA,
-        "base": "base",
-        "drafts": ["base", "mine"],
-        "suites": [{"name": "code"}],
-        "remarks": [{"about": "busy_machine", "text": "the machine was busy"}],
-        "provenance": {"command": "draftsmith eval --target T --dtype bfloat16"},
-        "rows": [
-            {
-                "figure": figure,
-                "draft": draft,
-                "set": "code",
-                "kind": "ood",
-                "temperature": 1.0,
-                **estimate(value),
-            }
-            | {"tree": "chain:2", "rule": "block", "part": None}
-            for draft, figure, value in (
-                ("base", "alpha", 0.4),
-                ("mine", "alpha", 0.5),
-                ("mine", "tau", None),
-            )
-        ],
-    }
+    results = made_up({"base": BASE, "mine": {"id": 0.1, "ood": 0.1}}, BOTH)
+    results["remarks"] = [{"about": "busy_machine", "text": "the machine was busy"}]
+    results["provenance"]["command"] = "draftsmith eval --target T --dtype bfloat16"
+    mine = [row for row in results["rows"] if row["draft"] == "mine"]
+    unmeasured = next(row for row in mine if row["figure"] == "tau")
+    unmeasured |= {"value": None, "low": None, "high": None}
     file = tmp_path / "results.json"
     file.write_text(json.dumps(results))
     cards.add_results(checkpoint, file, "mine")

@@ -18,7 +18,6 @@ from draftsmith.decode import VERIFIERS, DraftModelProposer, Proposer, Speculati
 from draftsmith.decode.propose.protocol import Proposal
 from draftsmith.decode.verify.exact import exact
 from draftsmith.decode.verify.tree_walk import Verdict
-from tests.chi_square import chi_square
 from tests.test_decode_lossless import PROMPTS, TREES, VARIANTS, VOCAB, decoder, llama
 
 SAMPLINGS = {
@@ -28,7 +27,6 @@ SAMPLINGS = {
     "penalties": Sampling(temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.4),
 }
 ROWS = [0, 1, 2, 3]
-LOGITS = [torch.randn(2, 6, generator=generator(seed)) * 1.5 for seed in range(6)]
 
 
 def texts(
@@ -98,28 +96,6 @@ def test_calls_are_those_of_the_reference(sampling):
             on_tokens=lambda _, ids, __, steps=steps: steps.append(tuple(ids)),  # type: ignore[misc]
         )
         assert steps == expected
-
-
-def noise_of(count: int, width: int) -> Tensor:
-    return gumbel(torch.arange(count), torch.arange(count) % 50, width)
-
-
-@pytest.mark.parametrize("logits", LOGITS)
-def test_acceptance_is_the_formula(logits):
-    """Daliri et al. 2024: sum_x 1 / sum_y max(p_y / p_x, q_y / q_x), at least (1 - TV) / (1 +
-    TV).
-    """
-    p_V, q_V = logits.double().softmax(-1)
-    count = 40_000
-    noise_NV = noise_of(count, len(p_V))
-    chosen = [noised(law.expand_as(noise_NV), Sampling(), noise_NV).argmax(-1) for law in logits]
-    assert chi_square(torch.bincount(chosen[0], minlength=len(p_V)), p_V) < 1
-    measured = float((chosen[0] == chosen[1]).double().mean())
-    p_ratios, q_ratios = (law / law.unsqueeze(1) for law in (p_V, q_V))
-    expected = float((1 / torch.maximum(p_ratios, q_ratios).sum(1)).sum())
-    assert abs(measured - expected) < 4 * (expected * (1 - expected) / count) ** 0.5
-    apart = float((p_V - q_V).abs().sum()) / 2
-    assert (1 - apart) / (1 + apart) <= expected <= 1 - apart
 
 
 def test_no_rule_sees_shared_noise_and_q():

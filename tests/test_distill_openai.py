@@ -249,10 +249,7 @@ def test_failed_rows_have_their_reasons_and_do_not_stop_the_others(
     assert [(line["row"], line["outcome"]) for line in errors()] == [
         (n + 1, "failed") for n in range(len(wrong))
     ]
-    reasons = [line["reason"] for line in errors()]
-    assert all("tried 8 times" in reason for reason in reasons[1:-2])
-    golden(reasons[0])
-    assert all(reason.startswith("gave ") for reason in reasons[-2:])
+    golden("\n".join(line["reason"] for line in errors()))
     assert server.url not in Path("set/errors.jsonl").read_text()
     assert len(rows_of()) == 2 * (40 - len(wrong)) and manifest()["counts"][
         "prompts_failed"

@@ -3,7 +3,6 @@
 import hashlib
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,8 @@ from benchmarks.studies import prose
 from draftsmith.alignment.config import AlignConfig
 from draftsmith.train.config import TrainConfig
 from draftsmith.train.training_run import _with_name
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 PAGES, MADE = prose.read(ROOT)
 NAMES = [
     str(page.relative_to(ROOT))

@@ -200,17 +200,11 @@ def test_a_transplanted_donor_has_rows_by_text(target_dir):
     by_text = {text: d for d, text in reversed(list(ours.items()))}
     old, new = (cast(Any, model.get_input_embeddings()).weight for model in (donor, moved))
     old_out, new_out = (cast(Any, model.get_output_embeddings()).weight for model in (donor, moved))
-    partner = (
-        next(t for t, text in theirs.items() if text == b" the")
-        if b" the" in theirs.values()
-        else None
-    )
     for token, text in theirs.items():
         ids = [by_text[text]] if text in by_text else pieces(text, by_text, 8)
         assert ids is not None
         torch.testing.assert_close(new[token], old[ids].mean(0))
         assert torch.equal(new_out[token], old_out[ids[0]])
-    assert partner is None or torch.equal(new[partner], old[by_text[b" the"]])
     assert torch.equal(new[tokenizer.eos_token_id], old[donor_tokenizer.eos_token_id])
     inner = dict(moved.named_parameters())
     assert all(

@@ -3,7 +3,6 @@ what we accept.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +28,12 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.layouts.gguf_file import FILE
 from draftsmith.drafts.layouts.table import LAYOUTS
 from draftsmith.drafts.load import load_source
+from tests.conftest import ROOT
 from tests.engine_proofs import proven_by_llama_cpp, proven_by_speculators
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
 from tests.tiny_models import stirred
 
-ROOT = Path(__file__).parents[1]
 PAIR = ROOT / "draftsmith" / "demo" / "pair"
 TEXTS = [
     "Return the value of the",

@@ -3,7 +3,6 @@
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,12 @@ from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
 from draftsmith.train.config import HeadOptions
+from tests.conftest import ROOT
 from tests.engine_proofs import Proof, proven_by_vllm
 from tests.learnt_heads import AHEAD, TOKENS, learn
 from tests.openvino_ir import engine
 from tests.tiny_models import at_depth, stirred
 
-ROOT = Path(__file__).parents[1]
 TARGET = str(ROOT / "draftsmith" / "demo" / "pair" / "target")
 LEARNT = [
     "Return the value of the",

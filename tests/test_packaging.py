@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from draftsmith.core.errors import EXTRAS
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # Rooms at the top of the repository that are packages by a link in draftsmith/.
 ROOMS = ("configs", "decode", "distill", "eval", "train")

@@ -16,8 +16,8 @@ from draftsmith.core.errors import InputError
 from draftsmith.core.models import load_model
 from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.store import save_head
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[1]
 # One for each kind of reader.
 ROADS = ["docs/for-serving.md", "docs/for-research.md", "docs/for-measuring.md"]
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]

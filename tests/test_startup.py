@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from draftsmith.cli.commands import COMMANDS
+from tests.conftest import ROOT
 from tests.small_recipes import small_recipe
 
-ROOT = Path(__file__).parents[1]
 HEAVY = (
     "torch",
     "transformers",

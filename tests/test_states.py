@@ -190,31 +190,6 @@ def road(kind, target, draft, data):
     return [*words, *KINDS[kind], *(["--draft", draft] if kind == "lm" else [])]
 
 
-HERE = ("eagle3", "dspark")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in HERE else pytest.mark.slow(2)) for kind in KINDS],
-)
-def test_what_a_local_run_cached_trains_the_same_draft_without_the_target(
-    kind, target_dir, draft_dir, distilled, door, tmp_path
-):
-    words = road(kind, target_dir, draft_dir, distilled)
-    if kind == "lm":
-        words += ["--objective", "fkl"]
-    door.ok(*words, *f"--head.features {tmp_path}/states --out {tmp_path}/local".split())
-    door.ok(*words, *f"--states {tmp_path}/states --out {tmp_path}/far".split())
-    local, far = (tmp_path / name for name in ("local", "far"))
-    for name in ("model.safetensors", "run/metrics.jsonl"):
-        assert (local / name).read_bytes() == (far / name).read_bytes()
-    record = json.loads((far / "draftsmith.json").read_text())
-    assert record["target_fingerprint"] is None
-    found = json.loads((local / "draftsmith.json").read_text())
-    for name in ("confidence_error", "confidence_error_raw"):
-        assert record.get(name, 0.0) == pytest.approx(found.get(name, 0.0), abs=1e-6)
-
-
 def test_states_of_another_target_are_refused_by_the_command(
     target_dir, draft_dir, distilled, door, tmp_path, golden
 ):

@@ -23,7 +23,9 @@ from draftsmith.distill import states as engine_states
 from draftsmith.distill.config import DistillConfig, StatesConfig
 from draftsmith.distill.generate import distill
 from draftsmith.distill.states import write_states
+from draftsmith.drafts.state_likelihood import StateLikelihood
 from tests import test_distill_vllm
+from tests.conftest import save_model
 from tests.distilled import rows_of, write_rows
 from tests.serving import serving
 from tests.test_docs import ROOT, commands
@@ -254,6 +256,40 @@ def test_wrong_states_are_found_and_named(
     with golden.raises(RunError):
         distill(config, "x")
     assert bool(list(tmp_path.glob("set/part-*"))) == (fault == "later")
+
+
+WRONGLY_READ = {
+    "zeros behind": lambda raw_TH: torch.cat([raw_TH[:41], 0 * raw_TH[41:]]),
+    "all zeros": torch.zeros_like,
+    "shifted": lambda raw_TH: raw_TH.roll(1, 0),
+    "stale slots": lambda raw_TH: raw_TH.flip(0),
+    "wrong second piece": lambda raw_TH: torch.cat([raw_TH[:40], raw_TH[:20]]),
+    "of another basis": lambda raw_TH: raw_TH.roll(1, -1),
+}
+
+
+def test_right_states_are_told_from_wrong_ones(tmp_path):
+    """By the ends of the target alone."""
+    place = save_model(tmp_path / "target", 5, 2, 290)
+    model = load_model(place, device="cpu")
+    model.model.norm.weight.data *= 3  # As sure as a trained one.
+    model.save_pretrained(place)
+    drawn = model.generate(  # type: ignore[operator]
+        torch.tensor([[7]]), max_new_tokens=60, do_sample=True, top_k=0, eos_token_id=None
+    )
+    ids = drawn[0].tolist()
+    with torch.no_grad():
+        raw_TH = body_states(model, [2], input_ids=drawn)[0][0, :-1]
+    measure = StateLikelihood(load_model(place, device="cpu", layers=False))
+    assert measure.check("s", raw_TH, ids, 60) == pytest.approx(1, abs=0.4)
+    for fault, wrong in WRONGLY_READ.items():
+        with pytest.raises(RunError):
+            measure.check("s", wrong(raw_TH), ids, 60)
+            pytest.fail(fault)
+    # Of a text that the target may not have drawn, only states that say nothing are refused.
+    assert measure.check("s", raw_TH.roll(1, 0), ids, 0) < 0.5
+    with pytest.raises(RunError):
+        measure.check("s", WRONGLY_READ["zeros behind"](raw_TH), ids, 0)
 
 
 def test_states_come_from_an_engine_that_has_them(quiet_dir, golden):

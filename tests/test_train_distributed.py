@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from draftsmith.core.errors import DraftsmithError
 from draftsmith.train.config import Optim, TrainConfig
 from draftsmith.train.world import make_world
+from tests.conftest import ROOT
 from tests.small_targets import made
 from tests.train_laws import BEFORE, SGD, close, metrics, weights
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs" / "accelerate"
 NO_DEEPSPEED = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,

@@ -4,7 +4,6 @@ import itertools
 import json
 import shlex
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +22,7 @@ from draftsmith.train import states_ahead
 from draftsmith.train.config import HeadOptions, Optim, TrainConfig
 from draftsmith.train.training_run import train
 from tests import test_distill_vllm
+from tests.conftest import ROOT
 from tests.distilled import write_rows
 from tests.door import forget_processes
 from tests.openvino_ir import engine
@@ -30,7 +30,6 @@ from tests.serving import serving
 from tests.test_states_engine import writer
 from tests.train_laws import BEFORE, close
 
-ROOT = Path(__file__).parents[1]
 ROWS = 48
 # Requests before the first row: the trial, one text alone, and two together.
 FIRST = 4
