@@ -17,6 +17,7 @@ from draftsmith.decode import (
     Proposer,
     SpeculativeDecoder,
 )
+from draftsmith.decode.propose.lookup_first import LookupFirst
 from draftsmith.decode.propose.protocol import Proposal, Session
 from draftsmith.decode.tree import chain
 from draftsmith.decode.tree_batch import TreeBatch
@@ -155,3 +156,5 @@ def test_a_tree_is_refused_and_a_chain_is_the_default(golden):
         assert SpeculativeDecoder(*pair).tree.is_chain
     with golden.raises(ValueError):
         SpeculativeDecoder(target, LookaheadProposer())
+    with golden.raises(ValueError):
+        SpeculativeDecoder(target, LookupFirst(DraftModelProposer(llama), beside=True), "chain:2")

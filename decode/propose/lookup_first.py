@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.propose.network_proposer import NetworkProposer
 from draftsmith.decode.propose.prompt_lookup import NgramIndex, PromptLookupProposer
 from draftsmith.decode.propose.protocol import Outcome, Proposal, Proposer, Session, SessionSetup
+from draftsmith.decode.supported_models import ability, check_tree
 from draftsmith.decode.tree import Drawing, Tree, TreeShape
 from draftsmith.decode.tree_batch import chain_batch
 
@@ -24,6 +25,8 @@ from draftsmith.decode.tree_batch import chain_batch
 ALONE = 8
 # The same where one of the two must do.
 LEAST_MATCH = 2
+# What a target verifies at least where copies stand beside a tree.
+BESIDE = Tree((-1, -1))
 
 
 def stands_beside(device: torch.device, trees: bool) -> bool:
@@ -60,6 +63,8 @@ class LookupFirst(Proposer):
 
     def check(self, target: PreTrainedModel, tree: TreeShape) -> None:
         self.draft.check(target, tree)
+        if self.beside:
+            check_tree(target, ability(target), BESIDE)
 
     def check_lengths(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         self.draft.check_lengths(prompts, max_new_tokens)
