@@ -16,7 +16,7 @@ Legend: P texts, N positions, V vocabulary.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -38,9 +38,9 @@ TEXT_VALUES = (
 # Rounding decides between tokens whose logits are closer than this (bf16 near 20: 0.125).
 _ROUNDING = 0.5
 
-# Smaller figures are rounding: in nats a token, as a share of tokens.
+# Smaller figures are rounding: in nats a token, as a share of tokens. 4 bits of a target: 0.011.
 _NATS = 0.03
-_SHARE = 0.015
+_SHARE = 0.012
 _OTHER_TOKENS = 0.03
 # A figure counts beyond so many standard errors of the target's own law.
 _Z = 3.0
@@ -61,6 +61,11 @@ class TextFigure:
     def z(self) -> float:
         """The figure in standard errors."""
         return (self.estimate["value"] or 0.0) / self.error if self.error else 0.0
+
+    def row(self, name: str, margin: float) -> JsonObject:
+        """Return the figure, and from which size on so many tokens show it."""
+        shown = max(margin, _Z * self.error)
+        return {"text": name, "value": self.estimate, "z": self.z, "seen from": shown}
 
 
 def text_values(p_NV: Tensor, q_NV: Tensor, x_N1: Tensor) -> dict[str, Tensor]:
@@ -131,22 +136,22 @@ class Texts:
 
 def judge_texts(traces: Traces, greedy: bool, picks: Resamples) -> Texts:
     """Judge texts, said to be of the target, from traces with the values above."""
-    return _greedy(traces, picks) if greedy else _sampled(traces, picks)
+    found = _greedy(traces, picks) if greedy else _sampled(traces, picks)
+    if picks.groups > 1:
+        return found
+    return replace(found, remarks=["one prompt gives no interval, so its texts are not judged"])
 
 
 def _sampled(traces: Traces, picks: Resamples) -> Texts:
     sums = {name: traces.sums(name) for name in TEXT_VALUES}
     sums["tokens"] = traces.lengths_P.tolist()
     likelihood, share = sampled_figures(sums, picks)
-    rows: list[JsonObject] = [
-        {"text": "draft's share", "value": share.estimate, "z": share.z},
-        {"text": "likelihood", "value": likelihood.estimate, "z": likelihood.z},
-    ]
+    rows = [share.row("draft's share", _SHARE), likelihood.row("likelihood", _NATS)]
     remarks = []
-    if _Z * share.error > _SEEN:
+    if rows[0]["seen from"] > _SEEN:
         remarks.append(
             f"{sum(sums['tokens']):.0f} tokens show no share of the draft's own below "
-            f"{min(_Z * share.error, 1.0):.0%}; ask more prompts or longer answers"
+            f"{min(rows[0]['seen from'], 1.0):.0%}; ask more prompts or longer answers"
         )
     findings = []
     if _beyond(share, _SHARE):

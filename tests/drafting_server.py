@@ -8,12 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 import draftsmith as ds
 from tests.serving import JsonHandler, running
@@ -24,10 +22,10 @@ PLACES = [f'accepted_tokens_per_pos_total{{engine="0",position="{place}"}}' for 
 @dataclass
 class Drafting:
     """What is served, and its mistakes. temperature: of requests that give none. counts: of
-    /metrics, by line. texts: whose tokens are answered, `draft` or `random`. accepts: how many
-    drafts each step is said to accept, in turn. loses: share of the accepted drafts that is lost
-    while another request is in flight. stops: drafts nothing then. told: by /server_info.
-    written: answers by prompt (`samplers.write`), in turn, in place of the pair's own.
+    /metrics, by line. accepts: how many drafts each step is said to accept, in turn. loses: share
+    of the accepted drafts that is lost while another request is in flight. stops: drafts nothing
+    then. told: by /server_info. written: answers by prompt (`samplers.write`), in turn, in place of
+    the pair's own.
     """
 
     engine: str
@@ -39,7 +37,6 @@ class Drafting:
     tokens: int = 3
     others: int = 0
     per_request: bool = False
-    texts: str = ""
     accepts: Sequence[int] = ()
     loses: float = 0.0
     stops: bool = False
@@ -104,7 +101,7 @@ class Drafting:
             self.memory[key] = self._generated(prompt, most, how)
         first, rest = self.memory[key]
         ids, stats = first + rest.output_ids, rest.stats
-        if self.texts or self.accepts or (self.loses and self.active > 1):
+        if self.accepts or (self.loses and self.active > 1):
             stats = self._counted(stats, len(ids) - 1)
         with self.lock:
             return self._reply(prompt, ids, stats, how, self.stops and self.active > 1)
@@ -120,7 +117,7 @@ class Drafting:
             steps = [accepted - less for accepted, less in zip(steps, lost, strict=True)]
             steps += [0] * sum(lost)
         else:
-            turns = itertools.cycle(self.accepts or [self.tokens])
+            turns = itertools.cycle(self.accepts)
             while len(steps) + sum(steps) < tokens:
                 steps.append(next(turns))
         return SimpleNamespace(
@@ -198,27 +195,7 @@ class Drafting:
             max_new_tokens=most - 1,
             **how,
         )
-        ids = rest.output_ids
-        if self.texts == "random":
-            random = torch.Generator().manual_seed(len(self.bodies))
-            ids = torch.randint(3, 99, (most - 1,), generator=random).tolist()
-        if self.texts == "draft":
-            draft: Any = self.pair.drafts["draft"]
-            ids = continued(draft, prompt + first, most - 1, how["temperature"])
-        rest = replace(rest, output_ids=ids)
         return first, rest
-
-
-@torch.no_grad()
-def continued(model: Any, ids: list[int], tokens: int, temperature: float) -> list[int]:
-    """Tokens of a model alone, by a loop of its own."""
-    random = torch.Generator().manual_seed(sum(ids))
-    text = list(ids)
-    for _ in range(tokens):
-        logits = model(torch.tensor([text])).logits[0, -1]
-        chances = (logits / (temperature or 1e-4)).softmax(0)
-        text.append(int(chances.multinomial(1, generator=random)))
-    return text[len(ids) :]
 
 
 @contextmanager

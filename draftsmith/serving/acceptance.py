@@ -69,10 +69,13 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     settings = measure_settings(server, pair, config, sampling, alone)
     case = Case(pair.target, pair.drafts["draft"], alone.texts, sampling)
     texts = [_texts(case, load) for load in loads]
-    judged = [] if settings.rules else [("cannot tell", "its rule of rejection is not known here")]
-    for load, written in zip(loads, texts, strict=True):
-        if written.finding:
-            judged.append((_NOT_OWN, f"{written.finding} ({load.name})"))
+    judged = [
+        (_NOT_OWN, f"{written.finding} ({load.name})")
+        for load, written in zip(loads, texts, strict=True)
+        if written.finding
+    ]
+    if not settings.rules:
+        judged.append(("cannot tell", "its rule of rejection is not known here"))
     acceptance: list[JsonObject] = []
     replays: list[JsonObject] = []
     # Of the rules that the server may follow, take the one that predicts its counts best.
@@ -123,11 +126,12 @@ def _judgement(
 ) -> tuple[str, list[str]]:
     """Return the judgement, and what speaks for it."""
     judgement = min((name for name, _ in judged), key=_ORDER.index)
-    if judgement == "as predicted":
-        return judgement, []
-    because = [*settings.differing, *(words for name, words in judged if name == judgement)]
-    if fitting := [row["of"] for row in replays if row["fits"]]:
-        because.append(f"replays that fit: {' or '.join(fitting)}")
+    because = list(settings.differing)
+    if judgement != "as predicted":
+        because += [words for name, words in judged if name == judgement]
+    if replays:
+        fitting = " or ".join(row["of"] for row in replays if row["fits"])
+        because.append(f"replays that fit: {fitting or 'none'}; not told: {settings.untold}")
     return judgement, because
 
 
@@ -174,11 +178,13 @@ class _Compared:
         missing unseen.
         """
         value = self.away["value"]
-        if value is None or self.away["low"] is None or self.away["high"] is None:
+        low = self.away["low"]
+        high = self.away["high"]
+        if value is None or low is None or high is None:
             return "cannot tell"
         accepted = (self.predicted.pooled or 1.0) - 1
         margin = _MARGIN * accepted
-        half = (self.away["high"] - self.away["low"]) / 2
+        half = (high - low) / 2
         if value < -max(margin, _LESS * half):
             return "less"
         if value > max(margin, _MORE * half):

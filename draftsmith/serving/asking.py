@@ -74,14 +74,14 @@ def ask(server: RunningServer, pair: Pair, config: ServedConfig, sampling: Sampl
         groups = [index // at_once for index in drafted]
         if all(answer.counted == 1 for answer in answers):
             groups = groups_of(kept)
+        if not drafted:
+            raise InputError(
+                f"--prompts {config.prompts}: every answer ends with its first token ({name}); "
+                "nothing can be drafted"
+            )
         return Load(name, kept, [answers[index] for index in drafted], groups, speed)
 
     alone = load("alone", read.prompts, 1)
-    if not alone.prompts:
-        raise InputError(
-            f"--prompts {config.prompts}: every answer ends with its first token; nothing can be "
-            "drafted"
-        )
     loads = [alone, load("alone, again", alone.prompts, 1)]
     for at_once in config.concurrency:
         drawn = random.Random(at_once).sample(alone.prompts, len(alone.prompts))

@@ -9,7 +9,7 @@ from draftsmith.eval.formats import with_interval
 # Of each table, the columns that are printed.
 _TABLES = {
     "settings": ("setting", "server", "assumed", "state"),
-    "texts": ("text", "value", "z", "first"),
+    "texts": ("text", "value", "z", "seen from", "first"),
     "acceptance": ("of", "served", "predicted", "tokens/s"),
     "replays": ("of", "predicted", "fits"),
 }
@@ -46,5 +46,5 @@ def _cell(value: object) -> str:
     if isinstance(value, dict):
         return with_interval(value)
     if isinstance(value, float):
-        return f"{value:.1f}"
+        return f"{value:.4g}"
     return "-" if value is None else str(value)

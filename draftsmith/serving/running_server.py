@@ -28,11 +28,7 @@ from draftsmith.core.io import JsonObject, hash_json
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.row_formats import ARGUMENTS, BESIDE, CONTINUES
 from draftsmith.distill.engines import AnswerRequest, Key
-from draftsmith.distill.engines.replies import (
-    client_options,
-    key_of,
-    said,
-)
+from draftsmith.distill.engines.replies import client_options, key_of, said
 from draftsmith.distill.engines.server import Completion, Dialect
 
 NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "sglang": "SGLang"}
@@ -271,8 +267,7 @@ class RunningServer:
         """
         counts: Counter[str] = Counter()
         counts.subtract(before or {})
-        text = self._fetch("metrics").text
-        for name, labels, value in _COUNTER.findall(text):
+        for name, labels, value in _COUNTER.findall(self._fetch("metrics").text):
             position = re.search(r'position="(\d+)"', labels)
             key = f"{name} {position[1]}" if position else name
             counts[key] += int(float(value))

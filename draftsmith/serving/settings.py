@@ -14,17 +14,18 @@ from draftsmith.pair import Pair
 from draftsmith.serving.asking import Load
 from draftsmith.serving.running_server import NAMES, RunningServer
 
-# How engines call a setting: the end of its name in what the server tells.
+_DRAFTS = "vllm_config.speculative_config."
+# How engines call a setting.
 _CALLED = {
-    "method": ("speculative_config.method", "speculative_algorithm", "speculative.types"),
-    "draft_sample_method": ("speculative_config.draft_sample_method",),
-    "rejection_sample_method": ("speculative_config.rejection_sample_method",),
+    "method": (f"{_DRAFTS}method", "speculative_algorithm", "speculative.types"),
+    "draft_sample_method": (f"{_DRAFTS}draft_sample_method",),
+    "rejection_sample_method": (f"{_DRAFTS}rejection_sample_method",),
     "longest text": ("model.max_model_len", "default_generation_settings.n_ctx", "context_length"),
     "dtype": ("vllm_config.model_config.dtype", "dtype", "model_ftype"),
-    "cache": ("cache_config.cache_dtype", "kv_cache_dtype"),
-    "cache of the draft": ("speculative_config.kv_cache_dtype",),
-    "at once": ("scheduler_config.max_num_seqs", "total_slots", "max_running_requests"),
-    "draft": ("speculative_config.model", "speculative_draft_model_path"),
+    "cache": ("vllm_config.cache_config.cache_dtype", "kv_cache_dtype"),
+    "cache of the draft": (f"{_DRAFTS}kv_cache_dtype",),
+    "at once": ("vllm_config.scheduler_config.max_num_seqs", "total_slots", "max_running_requests"),
+    "draft": (f"{_DRAFTS}model", "speculative_draft_model_path"),
     "target": ("model.root", "model_path"),
     "version": ("version", "build_info"),
 }
@@ -66,6 +67,10 @@ class Settings:
             if row["state"] == "differs" and row["setting"] not in _TOLD
         ]
 
+    @property
+    def untold(self) -> str:
+        return ", ".join(row["setting"] for row in self.rows if row["state"] == "not told")
+
 
 def measure_settings(
     server: RunningServer,
@@ -77,7 +82,7 @@ def measure_settings(
     """Compare the settings. Raise InputError for an option of another engine."""
     answer = load.answers[0]
     told = answer.told | server.facts
-    said = {name: _said(told, ends) for name, ends in _CALLED.items()}
+    said = {name: next(filter(None, map(told.get, keys)), None) for name, keys in _CALLED.items()}
     for option in _OPTIONS:
         if given := getattr(config, option):
             said[option] = given
@@ -90,16 +95,16 @@ def measure_settings(
             said["rejection_sample_method"] = f"{name} {told[name]}"
     rules = _rules(server.engine, kind, said)
     said["rule"] = ", ".join(str(said[option]) for option in _OPTIONS if said[option]) or None
-    names = [name for name in _SAMPLING if name in answer.told]
-    said["sampling"] = _short({name: told[name] for name in names}) or None
+    drawn = {name: told[name] for name in _SAMPLING if name in answer.told}
+    said["sampling"] = _short(drawn) or None
     read = [answer.prompt_ids for answer in load.answers]
     others = sum(list(prompt.ids) != ids for prompt, ids in zip(load.prompts, read, strict=True))
     said["prompts"] = f"{others} of {len(read)} read as other tokens"
-    said["draft's target"] = "; ".join(other_targets([config.draft], pair.target)) or None
+    said["draft's target"] = "; ".join(other_targets([config.draft], pair.target)) or config.target
     assumed: JsonObject = {
         "method": _spelled(serving.method if serving else kind),
         "rule": said["rule"] or " or ".join(rules) if rules else "none known",
-        "sampling": _short({name: getattr(sampling, _SAMPLING[name]) for name in names}),
+        "sampling": _short({name: getattr(sampling, _SAMPLING[name]) for name in drawn}),
         "prompts": f"0 of {len(read)} read as other tokens",
         "longest text": max(len(text.ids) for text in load.texts),
         "draft's target": config.target,
@@ -123,14 +128,6 @@ def _row(name: str, said: object, assumed: object) -> JsonObject:
     if said is None:
         state = "not told"
     return {"setting": name, "server": said, "assumed": assumed, "state": state}
-
-
-def _said(told: Mapping[str, object], ends: Sequence[str]) -> object:
-    for end in ends:
-        for key, value in told.items():
-            if f".{key}".endswith(f".{end}"):
-                return value
-    return None
 
 
 def _spelled(said: object) -> str | None:
