@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import date, timedelta
 from typing import Any
 
-from draftsmith.core.chats import SWITCH, Chat, ChatRefused, encode_messages
+from draftsmith.core.chats import Chat, ChatRefused, encode_messages
 from draftsmith.core.errors import InputError
 from draftsmith.core.prompt_rows import IN_OTHER_TEMPLATES
 from draftsmith.core.prompts import PromptSet, Skipped, read_prompts
@@ -50,8 +50,7 @@ def _thinking_otherwise(tokenizer: Tokenizer, chat: Chat) -> list[int]:
     """With the template's switch for thinking set to what it is not by itself."""
     own = encode_messages(tokenizer, chat)
     for thinking in (False, True):
-        arguments = chat.arguments | dict.fromkeys(SWITCH, thinking)
-        changed = encode_messages(tokenizer, replace(chat, arguments=arguments))
+        changed = encode_messages(tokenizer, chat, thinking)
         if changed != own:
             return changed
     raise ChatRefused("the chat template has no switch for thinking")

@@ -86,8 +86,10 @@ def table(results: ResultsTable, head: Lead) -> list[str]:
     more = len(rows) - MOST_ROWS
     if more > 0:
         found.append(f" and {more} more rows in the report")
-    texts = of_figures(results, "texts")
-    return found + (text_table(texts.title, texts.rows) if texts.rows else [])
+    if any(row["value"] for row in results.select("looping")):
+        texts = of_figures(results, "texts")
+        found += text_table(texts.title, texts.rows)
+    return found
 
 
 def summary(results: ResultsTable) -> dict[str, Any]:

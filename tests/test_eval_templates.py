@@ -43,7 +43,7 @@ def texts(tokenizer, found):
     return [text_with_specials(tokenizer, prompt.ids) for prompt in found.prompts]
 
 
-def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer, golden):
+def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer, golden, caplog):
     tokenizer.chat_template = TURNS
     plain = read_set(chats, tokenizer, domain="own")
     found = read_set(f"template:{chats}", tokenizer, domain="own")
@@ -60,6 +60,7 @@ def test_chats_take_turns_and_ask_what_they_asked(chats, tokenizer, golden):
     numbers = groups_of([*plain.prompts, *found.prompts])
     assert numbers[: len(plain.prompts)] == numbers[len(plain.prompts) :]
     assert found.source == f"template:{chats}" and found.rows == plain.rows
+    assert not caplog.messages
 
 
 def test_what_a_template_allows_is_changed(chats, tokenizer, golden):

@@ -203,18 +203,18 @@ class Template:
             )
 
 
-def encode_messages(tokenizer: Tokenizer, chat: Chat) -> list[int]:
+def encode_messages(tokenizer: Tokenizer, chat: Chat, thinking: bool | None = None) -> list[int]:
     """Tokens of a chat up to where the assistant's answer begins, as a server makes them.
 
-    Raise ChatRefused without a template and for a chat that it refuses.
+    thinking: as of `Template`. Raise ChatRefused without a template and for a chat that it refuses.
     """
-    return encode_rendered(tokenizer, chat_text(tokenizer, chat))
+    return encode_rendered(tokenizer, chat_text(tokenizer, chat, thinking))
 
 
-def chat_text(tokenizer: Tokenizer, chat: Chat) -> str:
+def chat_text(tokenizer: Tokenizer, chat: Chat, thinking: bool | None = None) -> str:
     """Return the text that `encode_messages` tokenises; raise ChatRefused as it does."""
     with at("key 'messages'"):
-        return Template(tokenizer).prompt(_as_read(chat))
+        return Template(tokenizer, thinking).prompt(_as_read(chat))
 
 
 def exchange(
