@@ -10,7 +10,7 @@ from draftsmith.core import options
 from draftsmith.core.distilled_sets import described
 from draftsmith.core.errors import without_secrets
 from draftsmith.core.hub import check_push, pushed
-from draftsmith.core.io import JsonObject, hash_json, write_sealed, write_text_atomic
+from draftsmith.core.io import JsonObject, hash_json, write_text_atomic
 from draftsmith.core.launcher import join_processes, leave_processes
 from draftsmith.core.options import command_line, configured
 from draftsmith.core.prompts import PromptReader
@@ -23,7 +23,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.conversations import switch_thinking_off
 from draftsmith.distill.engines import ENGINES
 from draftsmith.distill.filters import Suites
-from draftsmith.distill.manifest import kept_date, make_set
+from draftsmith.distill.manifest import kept_date, make_set, write_manifest
 from draftsmith.distill.own_prompts import draw_prompts, find_openings
 from draftsmith.distill.part_maker import Job, make_parts
 from draftsmith.distill.prompt_sources import StoredPrompts
@@ -104,7 +104,7 @@ def _distill(job: Job, run: Run, command: str) -> JsonObject:
         # What an earlier run was killed before it wrote, or was not asked for.
         states = complete(config, engine, [out])
         manifest["states"] = states["measured"]
-        on_main(lambda: write_sealed(out / "manifest.json", manifest))
+        on_main(lambda: write_manifest(out, manifest))
     return {
         "out": config.out,
         **manifest["counts"],

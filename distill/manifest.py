@@ -151,11 +151,15 @@ def _finish(
         }
         kept = kept_json(out / "manifest.json", "the manifest of a set") or {}
         if kept | json.loads(canonical_json(content)) != kept:
-            manifest = content | origin
-            write_text_atomic(out / "README.md", distilled_set_card(manifest))
-            write_sealed(out / "manifest.json", manifest)
+            write_manifest(out, content | origin)
         # A kill may have left the journal of a part that it had just written.
         _remove_all(out, (_JOURNALS, *_BESIDE))
+
+
+def write_manifest(out: Path, manifest: JsonObject) -> None:
+    """Write the card and the manifest of a set."""
+    write_text_atomic(out / "README.md", distilled_set_card(manifest))
+    write_sealed(out / "manifest.json", manifest)
 
 
 def _remove_all(out: Path, patterns: Sequence[str]) -> None:

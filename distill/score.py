@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.core.distilled_sets import set_file
+from draftsmith.core.distilled_sets import described, set_file
 from draftsmith.core.errors import InputError, RunError, without_secrets
 from draftsmith.core.io import JsonObject, hash_json, read_json, read_manifest
 from draftsmith.core.launcher import join_processes
@@ -194,6 +194,7 @@ def score_set(
             "response_tokens": manifest["response_tokens"],
             "skipped_because": manifest["skipped_because"],
             "dropped_because": manifest["dropped_because"],
+            "texts": described(manifest),
             "bytes_per_token": bytes_per_token(min(config.teacher_top_k, size), size),
         }
 

@@ -172,15 +172,10 @@ def complete(config: DistillConfig, engine: Engine, sets: Sequence[str | Path]) 
     check(config, engine, longest, kept)
     shares = [states.files.share(ids) for ids in rows()]
     known = [share for share in shares if share is not None]
-    return {
-        "rows": len(shares),
-        "asked": asked,
-        "measured": {
-            "rows": len(known),
-            "mean_share": mean(known) if known else None,
-            "worst_share": min(known, default=None),
-        },
-    }
+    measured = {}
+    if known:
+        measured = {"rows": len(known), "mean_share": mean(known), "worst_share": min(known)}
+    return {"rows": len(shares), "asked": asked, "measured": measured}
 
 
 def write_states(config: StatesConfig) -> JsonObject:

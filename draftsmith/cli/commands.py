@@ -59,8 +59,6 @@ def _distill(config: "DistillConfig", command: str) -> CommandResult:
     lines = ["; ".join([counts, *summary["texts"]])]
     for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
         lines += summary[reasons]
-    if states := summary["states"]:
-        lines.append(_of_states(states))
     if own := summary["own_prompts"]:
         lines.append(f"prompts: kept {own['kept']} of {own['drawn']} texts that the target drew")
         lines += own["left_out_because"]
@@ -74,30 +72,20 @@ def _score(config: "ScoreConfig", command: str) -> CommandResult:
 
     summary = score_set(config, command)
     line = (
-        f"{summary['out']}: {summary['prompts_done']} of {summary['prompts_read']} rows scored, "
-        f"{summary['response_tokens']} "
-        f"response tokens of {summary['bytes_per_token']} bytes; {summary['prompts_skipped']} "
-        "skipped"
+        f"{summary['out']}: {summary['prompts_done']} of {summary['prompts_read']} rows scored, in "
+        f"{summary['bytes_per_token']} bytes a token; {summary['prompts_skipped']} skipped"
     )
-    return CommandResult(summary, [line, *summary["skipped_because"], *summary["dropped_because"]])
+    lines = [line, *summary["texts"], *summary["skipped_because"], *summary["dropped_because"]]
+    return CommandResult(summary, lines)
 
 
 def _states(config: "StatesConfig", command: str) -> CommandResult:
+    from draftsmith.core.distilled_sets import of_states
     from draftsmith.distill.states import write_states
 
     summary = write_states(config)
-    return CommandResult(summary, [f"{summary['states']}: {_of_states(summary)}"])
-
-
-def _of_states(summary: "JsonObject") -> str:
-    line = f"states of {summary['rows']} rows, {summary['asked']} asked for now"
-    measured = summary["measured"]
-    if measured["mean_share"] is None:
-        return line
-    mean = f"{measured['mean_share']:.0%} on the mean, {measured['worst_share']:.0%} at worst"
-    return (
-        f"{line}; of what they claim of the next token, texts of {measured['rows']} bear out {mean}"
-    )
+    line = f"{summary['states']}: {summary['rows']} rows, {summary['asked']} asked for now"
+    return CommandResult(summary, [line, *of_states(summary["measured"])])
 
 
 def _train(config: "TrainConfig", command: str) -> CommandResult:

@@ -45,7 +45,15 @@ def described(manifest: JsonObject) -> list[str]:
             f"teacher: {teacher['nats'] / tokens:.2f} nats, {teacher['one_token'] / tokens:.0%} of "
             f"positions with one token; {teacher['mass'] / tokens:.2f} for the answers' tokens"
         )
-    return lines
+    return lines + of_states(manifest.get("states", {}))
+
+
+def of_states(measured: JsonObject) -> list[str]:
+    """What was measured of the states of a set, if anything was, in a line."""
+    if not measured:
+        return []
+    mean = f"{measured['mean_share']:.0%} on the mean, {measured['worst_share']:.0%} at worst"
+    return [f"of what states claim of the next token, {measured['rows']} texts bear out {mean}"]
 
 
 def set_file(directory: Path, part: JsonObject) -> Path:
