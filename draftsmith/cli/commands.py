@@ -75,8 +75,8 @@ def _score(config: "ScoreConfig", command: str) -> CommandResult:
         f"{summary['out']}: {summary['prompts_done']} of {summary['prompts_read']} rows scored, in "
         f"{summary['bytes_per_token']} bytes a token; {summary['prompts_skipped']} skipped"
     )
-    lines = [line, *summary["texts"], *summary["skipped_because"], *summary["dropped_because"]]
-    return CommandResult(summary, lines)
+    lines = ["; ".join([line, *summary["texts"]])]
+    return CommandResult(summary, lines + summary["skipped_because"] + summary["dropped_because"])
 
 
 def _states(config: "StatesConfig", command: str) -> CommandResult:
