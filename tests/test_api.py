@@ -129,17 +129,9 @@ def test_type_checkers_see_names_and_types(pair: Pair, golden) -> None:
     [(None, 0.0), ("kary:2,2", 1.0), ("eagle2:depth=3,beam=2,nodes=6", 1.0)],
 )
 def test_both_doors_give_the_same_output(door, target_dir, draft_dir, tree, temperature):
-    words = [
-        "--target",
-        target_dir,
-        "--draft",
-        draft_dir,
-        "--prompt",
-        "The quick",
-        "--max_new_tokens",
-        12,
-    ]
-    words += ["--temperature", temperature, "--seed", 7, *(["--tree", tree] if tree else [])]
+    words = f"--target {target_dir} --draft {draft_dir} --max_new_tokens 12 --seed 7".split()
+    words += ["--temperature", temperature, *(["--tree", tree] if tree else [])]
+    words += ["--prompt", "The quick"]
     (row,) = decoded(door, *words)
     # At temperature 0 `auto` learns from all texts of a pair, and this one has seen none.
     pair = ds.load_pair(target_dir, draft=draft_dir, device="cpu")
@@ -162,8 +154,8 @@ def test_a_list_draws_what_a_file_of_these_prompts_draws(
 ):
     texts = ["The quick", "dog", "The quick", "A draft model proposes"]
     file = write_rows(tmp_path / "p.jsonl", *({"prompt": text} for text in texts))
-    words = ["--target", target_dir, "--draft", draft_dir, "--prompts", file, "--max_new_tokens", 9]
-    rows = decoded(door, *words, "--temperature", 1)
+    words = f"--target {target_dir} --draft {draft_dir} --prompts {file} --max_new_tokens 9"
+    rows = decoded(door, *words.split(), "--temperature", 1)
     for batch_size in (1, 3):
         options: Any = {"temperature": 1, "max_new_tokens": 9, "batch_size": batch_size}
         outputs = pair.generate(texts, seed=0, **options)
@@ -235,8 +227,8 @@ def drawn(outputs):
 
 
 def test_several_outputs_of_a_prompt_are_those_of_the_command(door, pair, target_dir, draft_dir):
-    words = ["--target", target_dir, "--draft", draft_dir, "--prompt", "dog", "--num_samples", 2]
-    rows = decoded(door, *words, "--temperature", 1, "--max_new_tokens", 6)
+    words = f"--target {target_dir} --draft {draft_dir} --prompt dog --num_samples 2"
+    rows = decoded(door, *words.split(), *"--temperature 1 --max_new_tokens 6".split())
     outputs = pair.generate("dog", num_samples=2, temperature=1, max_new_tokens=6, seed=0)
     assert drawn(outputs) == [row["output_ids"] for row in rows]
 

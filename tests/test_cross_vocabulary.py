@@ -89,25 +89,12 @@ def test_the_command_decodes_as_the_target_alone(
     foreign = ("--draft", donor_dir, "--heterogeneous_vocab", "true")
     for name, words in {"alone": (), "shared": foreign}.items():
         out = tmp_path / f"{name}.jsonl"
-        door.ok(
-            *(
-                "decode",
-                "--target",
-                target_dir,
-                "--prompts",
-                prompts_file,
-                "--out",
-                out,
-                "--temperature",
-                0,
-            ),
-            *("--max_new_tokens", 16, "--device", "cpu", *words),
-        )
+        road = f"decode --target {target_dir} --prompts {prompts_file} --out {out} --temperature 0"
+        door.ok(*road.split(), *"--max_new_tokens 16 --device cpu".split(), *words)
         found.append([json.loads(line) for line in out.read_text().splitlines()])
     for drafted in found[1:]:
         assert len(drafted) == len(ODD)
         assert [row["output_ids"] for row in found[0]] == [row["output_ids"] for row in drafted]
         assert sum(row["stats"]["proposed"] for row in drafted) > 0
-    door.refused(
-        "decode", "--target", target_dir, "--prompt", "a", "--draft", donor_dir, "--device", "cpu"
-    )
+    alone = f"decode --target {target_dir} --prompt a --draft {donor_dir} --device cpu"
+    door.refused(*alone.split())

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode.propose.lookahead import LookaheadProposer, LookaheadSession, Window
@@ -266,28 +266,6 @@ def test_lookahead_harvests_what_the_definition_says(window, ngram, candidates):
         several += len(outcome.tokens[0]) > 1
     assert harvested == window * (60 - ngram + 2)
     assert several or window == 1
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    st.integers(1, 6),
-    st.integers(2, 5),
-    st.integers(1, 5),
-    st.lists(st.integers(0, 3), min_size=1, max_size=30),
-)
-def test_lookahead_fits_its_shape(window, ngram, candidates, prompt):
-    proposer = LookaheadProposer(window, ngram, candidates)
-    shape = proposer.default_tree()
-    assert shape.size == (window + candidates) * (ngram - 1) - 1
-    session, text = start(proposer, [prompt], shape), list(prompt)
-    widths = shape.widths
-    for _ in range(8):
-        proposal = session.propose(None)
-        assert proposal.tokens_BM.shape[1] - 1 <= shape.size and proposal.tree.depth <= shape.depth
-        assert proposal.tree.widths == widths[: proposal.tree.depth]
-        outcome = judge(proposal, [text], lambda ids: (ids[-1] + len(ids)) % 3)
-        text += outcome.tokens[0]
-        session.commit(outcome)
 
 
 def test_what_cannot_be_drafted_is_refused(golden):

@@ -12,12 +12,10 @@ from transformers import (
 
 from draftsmith.core.sampling import Sampling, generator, row_seed
 from draftsmith.decode import (
-    VERIFIERS,
     DraftModelProposer,
     LookaheadProposer,
     PromptLookupProposer,
     SpeculativeDecoder,
-    default_verifier,
     parse_tree,
 )
 from draftsmith.decode.method import OWN_TREE, Method
@@ -26,38 +24,10 @@ from tests.train_laws import tiny_family
 
 GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[1, 2, 3, 1, 2], [4], [0, 1, 0, 1]]
-READS = {
-    "static:tree.json": {"parents": [-1, -1, 0]},
-}
 
 
 def tiny(seed, eos=None):
     return random_llama(seed, 11, positions=96, eos=eos)
-
-
-@pytest.mark.parametrize(
-    ("spec", "drawn", "several"),
-    [
-        ("chain:4", "speculative", "specinfer"),
-        ("chain:4,stop=0.3", "speculative", "specinfer"),
-        ("kary:4,2,2", "mcsd", "specinfer"),
-        ("kary:1,1", "speculative", "specinfer"),
-        ("static:tree.json", "mcsd", "specinfer"),
-        ("eagle2", "exact", "exact"),
-        ("opt", "exact", "exact"),
-    ],
-)
-def test_the_verifier_that_suits_a_tree(spec, drawn, several):
-    tree = parse_tree(spec, lambda file: READS[f"{spec.split(':')[0]}:{file}"])
-    assert default_verifier(tree) == drawn
-    assert default_verifier(tree, drafts=2) == several
-    assert (
-        default_verifier(tree, draws=False)
-        == default_verifier(tree, draws=False, drafts=2)
-        == "exact"
-    )
-    assert VERIFIERS[drawn].lossless and VERIFIERS[several].lossless
-    VERIFIERS[drawn].check(tree, "without_replacement")
 
 
 def test_the_tree_that_suits_a_proposer():

@@ -92,27 +92,6 @@ def test_a_saved_head_comes_back_bit_for_bit(name, target, tmp_path):
 
 
 @every_head
-def test_a_head_trains_its_own_parameters_and_only_those(name, target):
-    """From its fresh state, where zero-initialised blocks must not stand in each other's way, and
-    from any other.
-    """
-    theirs = {id(parameter) for parameter in target.parameters()}
-    assert all(p.requires_grad for p in target.parameters()), (
-        "the target of this test would take gradients"
-    )
-    for head in (FRESH[name](target).train(), stirred(FRESH[name](target))):
-        assert not theirs & {id(parameter) for parameter in head.parameters()}
-        assert {key for key, _ in head.named_parameters()} == head.state_dict().keys() - {
-            "d2t",
-            "t2d",
-        }
-        torch.stack([out[out.isfinite()].pow(2).sum() for out in outputs(head)]).sum().backward()
-        for key, parameter in head.named_parameters():
-            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, key
-        assert all(parameter.grad is None for parameter in target.parameters())
-
-
-@every_head
 def test_fresh_is_repeatable_and_what_it_borrows_follows_the_target(name):
     own = make_target()
     head = FRESH[name](own)

@@ -50,17 +50,8 @@ def test_a_round_switches_the_link_only_for_a_draft_that_meets_the_requirements(
     keep.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts[20:]))
     served = tmp_path / "served"
     served.symlink_to(draft_dir)
-    words = [
-        "--log",
-        str(log),
-        "--target",
-        target_dir,
-        "--served",
-        str(served),
-        "--out",
-        str(tmp_path / "rounds"),
-    ]
-    words += ["--keep", f"keep={keep}", "--steps", "8", "--lr", "0.01", "--max_new_tokens", "6"]
+    words = f"--log {log} --target {target_dir} --served {served} --out {tmp_path}/rounds".split()
+    words += f"--keep keep={keep} --steps 8 --lr 0.01 --max_new_tokens 6".split()
 
     assert not adapt.main([*words, "--require", "gain[recent] > 0.99"])
     assert served.resolve() == Path(draft_dir)

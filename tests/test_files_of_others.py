@@ -55,10 +55,11 @@ def test_a_directory_that_cannot_be_written_is_named_and_not_its_lock(
 
 @pytest.mark.parametrize("writer", [atomic_file, atomic_dir])
 def test_a_full_disk_names_the_file_and_says_that_the_command_goes_on(tmp_path, writer, golden):
-    with pytest.raises(RunError) as failed, writer(tmp_path / "part"):
+    with pytest.raises(RunError) as failed, writer(tmp_path / "part") as temporary:
+        (temporary / "half" if temporary.is_dir() else temporary).touch()
         raise OSError(28, os.strerror(28))
     golden(str(failed.value))
-    assert content(tmp_path) == {}
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_cannot_be_written_are_refused_before_the_work(tmp_path, golden):

@@ -12,21 +12,22 @@ from draftsmith.core.models import load_model, parameter_count
 from draftsmith.drafts.draft_vocabulary import read_draft_vocabulary
 
 
-def made(door, target, out, *words):
-    return door.summary("init", "--target", target, "--out", out, "--device", "cpu", *words)
+def made(door, target, out, words):
+    road = f"init --target {target} --out {out} --device cpu {words}"
+    return door.summary(*road.split())
 
 
 def decoded(door, target, *draft):
-    words = ("--prompt", "The quick", "--max_new_tokens", 12, "--temperature", 0, "--device", "cpu")
-    said, _ = door.ok("decode", "--target", target, *draft, *words)
+    words = f"decode --target {target} --max_new_tokens 12 --temperature 0 --device cpu --prompt"
+    said, _ = door.ok(*words.split(), "The quick", *draft)
     return said.splitlines()[0]
 
 
 def test_a_pruned_draft_of_all_layers_is_the_target(
     door, target_dir, prompts_file, tmp_path, golden
 ):
-    words = ("--prompts", prompts_file, "--max_new_tokens", 12)
-    found = made(door, target_dir, tmp_path / "d", "--method", "prune", "--num_layers", 2, *words)
+    words = f"--method prune --num_layers 2 --prompts {prompts_file} --max_new_tokens 12"
+    found = made(door, target_dir, tmp_path / "d", words)
     assert found["alpha"] == pytest.approx(1.0, abs=1e-5) and found["positions"] > 20
     assert 0 < found["alpha_match"] < found["alpha_greedy_draft"] < 1
     assert found["draft_cost"] == found["target_cost"]
@@ -40,13 +41,12 @@ def test_what_is_made_decodes_losslessly(
     method, door, target_dir, donor_dir, prompts_file, tmp_path, golden
 ):
     words = {
-        "prune": ("--method", "prune", "--num_layers", 1, "--intermediate_size", 12),
-        "transplant": ("--method", "transplant", "--donor", donor_dir, "--num_layers", 1),
+        "prune": "--method prune --num_layers 1 --intermediate_size 12",
+        "transplant": f"--method transplant --donor {donor_dir} --num_layers 1",
     }
     out = tmp_path / "draft"
-    found = made(
-        door, target_dir, out, *words[method], "--prompts", prompts_file, "--max_new_tokens", 8
-    )
+    asked = f"--prompts {prompts_file} --max_new_tokens 8"
+    found = made(door, target_dir, out, f"{words[method]} {asked}")
     assert 0 < found["alpha"] < 1 and 0 <= found["alpha_match"] <= found["alpha"] + 1e-6
     draft = load_model(str(out), device="cpu")
     assert parameter_count(draft) == found["parameters"] and draft.config.vocab_size == 290
@@ -60,20 +60,10 @@ def test_what_is_made_decodes_losslessly(
 def test_a_draft_of_the_commonest_tokens_is_whole_on_disk_and_decodes_losslessly(
     door, target_dir, prompts_file, distilled, tmp_path, golden
 ):
-    words = (
-        "--method",
-        "prune",
-        "--num_layers",
-        1,
-        "--prompts",
-        prompts_file,
-        "--max_new_tokens",
-        8,
-    )
-    whole = made(door, target_dir, tmp_path / "whole", *words)
-    part = made(
-        door, target_dir, tmp_path / "part", *words, "--draft_vocab_size", 40, "--data", distilled
-    )
+    words = f"--method prune --num_layers 1 --prompts {prompts_file} --max_new_tokens 8"
+    whole = made(door, target_dir, tmp_path / "whole", words)
+    less = f"{words} --draft_vocab_size 40 --data {distilled}"
+    part = made(door, target_dir, tmp_path / "part", less)
     assert (
         whole["missing_mass"] == 0 < part["missing_mass"] < 1
         and part["alpha"] <= 1 - part["missing_mass"] + 1e-6

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -109,26 +108,6 @@ def equal_but_for_the_last_step(theirs, ours):
     instead.
     """
     return all(mine - its in (0, 1) for its, mine in zip(theirs, ours, strict=True))
-
-
-def test_transformers_assistant_model(pair, prompts, ours):
-    target, draft = (load_model(str(PAIR / role), device="cpu") for role in ("target", "base"))
-    draft.generation_config.num_assistant_tokens = AHEAD
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
-    calls: list[int] = []
-    target.register_forward_hook(lambda *_: calls.append(1))
-    for prompt, out in zip(prompts, ours, strict=True):
-        calls.clear()
-        ids = target.generate(  # type: ignore[operator]
-            torch.tensor([prompt]),
-            assistant_model=draft,
-            do_sample=False,
-            max_new_tokens=TOKENS,
-            eos_token_id=None,
-        )
-        assert ids[0, len(prompt) :].tolist() == out.output_ids
-        assert len(calls) == out.stats.target_calls
 
 
 def test_llama_cpp(exports, pair, prompts, ours, after_one):

@@ -187,7 +187,7 @@ def road(kind, target, draft, data):
         f"train --kind {kind} --target {target} --data {data} --max_length 40 --steps 5 "
         "--batch_size 8 --eval_every 5 --heldout_fraction 0.2 --device cpu"
     ).split()
-    return [*words, *KINDS[kind], *(["--draft", draft] if kind == "lm" else [])]
+    return [*words, *KINDS[kind].split(), *(["--draft", draft] if kind == "lm" else [])]
 
 
 def test_states_of_another_target_are_refused_by_the_command(

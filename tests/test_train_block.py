@@ -20,7 +20,6 @@ from draftsmith.train.trainees.head import Drafts, Pairs, join
 from tests.test_train_heads import (
     ROWS,
     batch_of,
-    gradients,
     make_target,
     packed_batch,
     trainee_of,
@@ -80,18 +79,6 @@ def test_packed_documents_have_as_many_blocks_as_alone(target):
         assert row[columns].bincount().tolist() == [4, 4, 4, 4]
     alone = [anchors(trainee, seeded(batch_of([ROWS[i]]), 1))[0] for i in (0, 0, 1, 0)]
     assert sum(map(len, drawn)) == 4 * sum(map(len, alone)) == 64
-
-
-def test_drawn_blocks_are_summed_alike_however_rows_are_batched(target):
-    trainee = trainee_of("dspark", target, anchors=5).train()
-    batch = seeded(batch_of(LONG), 5, 6)
-    loss, slopes, (sums,) = gradients(trainee, [batch])
-    assert int(sums.tokens) == int(trainee.count(batch)) == 10
-    rows = [seeded(batch_of([row]), seed) for row, seed in zip(LONG, (5, 6), strict=True)]
-    other, others, _ = gradients(trainee, rows)
-    assert other == pytest.approx(loss, rel=1e-5)
-    for slope, wanted in zip(others, slopes, strict=True):
-        torch.testing.assert_close(slope, wanted, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash-part", "dspark"])

@@ -103,17 +103,6 @@ def test_an_update_of_muon_has_singular_values_near_one(shape):
     assert 0.6 < float(values.min()) and float(values.max()) < 1.3
 
 
-def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(draft_dir):
-    model = load_model(draft_dir, device="cpu")
-    optimizer = make_optimizer(model, Optim(lr=0.01, name="muon"))
-    rest, hidden = optimizer.parts
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    taken = {names[id(each)] for each in hidden.param_groups[0]["params"]}
-    layers = {name for name in names.values() if "proj" in name}
-    assert taken == layers
-    assert sum(len(group["params"]) for group in rest.param_groups) == len(names) - len(layers)
-
-
 def muons(draft):
     taken = set(map(id, hidden_matrices(draft)))
     return {name for name, parameter in draft.named_parameters() if id(parameter) in taken}
@@ -164,13 +153,18 @@ def test_tau_of_training_is_that_of_the_default_chain():
     assert tau([1.0] * 7) == 5
 
 
-def test_decay_is_for_matrices_only(draft_dir):
+def test_decay_is_for_matrices_and_muon_for_those_of_layers(draft_dir):
     model = load_model(draft_dir, device="cpu")
     groups = make_optimizer(model, Optim(lr=1.0, weight_decay=0.1)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     assert all(p.ndim == 2 for p in groups[0]["params"])
     assert all(p.ndim == 1 for p in groups[1]["params"])
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    rest, hidden = make_optimizer(model, Optim(lr=1.0, name="muon")).parts
+    taken = {id(each) for each in hidden.param_groups[0]["params"]}
+    assert taken == set(map(id, hidden_matrices(model))) and taken
+    left = sum(len(group["params"]) for group in rest.param_groups)
+    assert left == len(list(model.parameters())) - len(taken)
     (part,) = make_optimizer(model, Optim(name="sgd", lr=1.0)).parts
     assert isinstance(part, torch.optim.SGD)
 

@@ -48,17 +48,13 @@ def test_a_draft_of_almost_no_use_is_said_with_what_to_do(
 
 
 def test_a_draft_that_was_never_trained_gets_muon(tmp_path, door, target_dir, distilled):
-    door.ok(
-        *("init", "--target", target_dir, "--method", "prune", "--num_layers", 1),
-        *("--out", tmp_path / "0", "--device", "cpu"),
-    )
+    pruned = f"init --target {target_dir} --method prune --num_layers 1 --out {tmp_path}/0"
+    door.ok(*pruned.split(), "--device", "cpu")
     chosen = []
     for begin, end in (("0", "1"), ("1", "2")):
-        door.ok(
-            *("train", "--draft", tmp_path / begin, "--out", tmp_path / end, "--data", distilled),
-            *("--steps", 1, "--batch_size", 2, "--max_length", 48, "--device", "cpu"),
-            *(("--optim.muon_lr", 0.01) if begin == "0" else ()),
-        )
+        words = f"train --draft {tmp_path}/{begin} --out {tmp_path}/{end} --data {distilled} "
+        words += "--steps 1 --batch_size 2 --max_length 48 --device cpu"
+        door.ok(*words.split(), *(("--optim.muon_lr", 0.01) if begin == "0" else ()))
         record = json.loads((tmp_path / end / "draftsmith.json").read_text())
         chosen.append(record["config"]["optim"]["name"])
     assert chosen == ["muon", "adamw"]
@@ -124,7 +120,7 @@ def test_a_checkpoint_is_an_ordinary_directory_and_holds_the_best_weights(
 ):
     monkeypatch.chdir(tmp_path)
     # A rate so high that the weights get worse after a while.
-    more = ["--optim.lr", "0.3", "--optim.warmup_steps", "10", "--patience", "2", "--steps", "200"]
+    more = "--optim.lr 0.3 --optim.warmup_steps 10 --patience 2 --steps 200".split()
     out, _ = door.ok(*words, *more, "--json")
     summary, draft = json.loads(out.splitlines()[-1]), tmp_path / "draft"
     losses = {int(line["step"]): line["heldout_loss"] for line in metrics(draft, "heldout_loss")}
