@@ -140,11 +140,17 @@ def test_of_processes_that_met_the_first_that_fails_says_why(launched, monkeypat
         fails(1, 0, KeyError("a bug"))
 
 
-def test_processes_of_another_identity_are_refused(monkeypatch, golden):
+def test_processes_of_another_identity_are_refused(tmp_path, monkeypatch, launched, golden):
+    """Where a run begins; of other options, where processes meet."""
     identity: dict[str, object] = {"config": {"optim": {"lr": 1e-3}}, "data": "0" * 16}
     gathered: list[dict[str, object]] = []
     monkeypatch.setattr(records, "from_each", lambda work: [work(), *gathered])
-    records.agree(identity)
+
+    def begin(name):
+        with runs.Run(tmp_path / name) as run:
+            run.begin("set", identity, "", {})
+
+    begin("one")
     others: list[dict[str, object]] = [
         {"config": {"optim": {"lr": 5e-3}}},
         {"data": "1" * 16},
@@ -152,7 +158,13 @@ def test_processes_of_another_identity_are_refused(monkeypatch, golden):
     for other in others:
         gathered[:] = [identity, identity | other]
         with golden.raises():
-            records.agree(identity)
+            begin("other")
+    assert not (tmp_path / "other").exists()
+    launched(RANK=0, **TWO)
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda failure: None)
+    gathered[:] = [{"config": for_all(TrainConfig(draft="d", out="o", data=["d"], seed=1))}]
+    with golden.raises():
+        launcher.agree_on(TrainConfig(draft="d", out="o", data=["d"]))
 
 
 def test_processes_share_all_options_but_those_of_a_machine():
