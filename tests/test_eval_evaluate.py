@@ -361,6 +361,18 @@ def test_texts_that_repeat_themselves_are_counted_and_not_timed(world, tmp_path,
         assert row and row["value"] == looping["value"][name, temperature].sum() / tokens
 
 
+@pytest.mark.parametrize("figure", ["looping", "prompt_nats"])
+def test_texts_are_listed_where_they_are_hardly_text(world, summary, figure):
+    results = Results.load(world.out)
+    rows: list[Any] = results.select("looping", "prompt_nats")
+    for row in rows:
+        row["value"] = {"looping": 0.0, "prompt_nats": 4.0}[row["figure"]]
+    assert "Texts" not in lines(results)
+    row = next(row for row in rows if row["figure"] == figure)
+    row["value"] = 7.0
+    assert "Texts" in lines(results)
+
+
 def test_prompts_have_the_nats_that_they_have_under_the_target(world):
     target = tiny_llama(0, VOCAB)
     target.lm_head.weight.data *= 40
