@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from draftsmith.drafts.layouts.export import export as export
     from draftsmith.eval.config import EvalConfig as EvalConfig, PlanConfig as PlanConfig
     from draftsmith.eval.decision import decide as decide
-    from draftsmith.eval.planning.plan import plan as plan
+    from draftsmith.eval.plan import plan as plan
     from draftsmith.eval.results import Results as Results
     from draftsmith.eval.run import evaluate as evaluate
     from draftsmith.init_run import init as init
@@ -106,7 +106,7 @@ _PUBLIC = {
     "init": "init_run:init",
     "load_pair": "pair:load_pair",
     "losses": "train.losses:LOSSES",
-    "plan": "eval.planning.plan:plan",
+    "plan": "eval.plan:plan",
     "score_set": "distill.score:score_set",
     "served": "serving.acceptance:served",
     "status": "directory_status:status",

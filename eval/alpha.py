@@ -31,16 +31,10 @@ from draftsmith.decode import Tree, takes_trees
 from draftsmith.decode.method import Method
 from draftsmith.decode.propose.lookup_first import stands_beside
 from draftsmith.decode.propose.network import fit_vocabulary
+from draftsmith.decode.propose.sources import AnyDraft, CopyingDraft, JoinedDraft
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.load import Draft
-from draftsmith.eval.copying import (
-    AnyDraft,
-    CopyingDraft,
-    JoinedDraft,
-    copied_traces,
-    joined_traces,
-    model_of,
-)
+from draftsmith.eval.copying import copied_traces, joined_traces, model_of
 from draftsmith.eval.counts import Count, at_depths, decoded
 from draftsmith.eval.formulas import (
     Continuation,

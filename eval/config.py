@@ -149,7 +149,7 @@ class PlanConfig(SpreadTargetOptions, PenaltyOptions, PromptOptions, RunOptions)
     batch_size: AtLeast1 = 1
     """Rows that are decoded together when the plan is used."""
     max_prompts: AtLeast1 = 32
-    """Prompts to measure acceptance on."""
+    """Prompts to read."""
     confirm_prompts: AtLeast1 = 8
     """Prompts to time the best trees on."""
     max_new_tokens: Annotated[int, Field(ge=4)] = 64

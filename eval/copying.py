@@ -19,10 +19,10 @@ from draftsmith.decode import PromptLookupProposer
 from draftsmith.decode.propose.lookup_first import copy_at
 from draftsmith.decode.propose.prompt_lookup import NgramIndex
 from draftsmith.decode.propose.sources import (
-    AnyDraft as AnyDraft,
-    CopyingDraft as CopyingDraft,
-    JoinedDraft as JoinedDraft,
-    proposer_of as proposer_of,
+    AnyDraft,
+    CopyingDraft,
+    JoinedDraft,
+    proposer_of,
 )
 from draftsmith.decode.propose.text_proposer import TextProposer, Trie
 from draftsmith.decode.suffix_index import SuffixIndex

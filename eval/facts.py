@@ -22,9 +22,9 @@ from draftsmith.core.models import (
     vocabulary_size,
 )
 from draftsmith.core.records import read_record
+from draftsmith.decode.propose.sources import AnyDraft, CopyingDraft, JoinedDraft
 from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import Draft, draft_fingerprint, kind_of
-from draftsmith.eval.copying import AnyDraft, CopyingDraft, JoinedDraft
 from draftsmith.eval.schema import ModelRow, Training
 
 CLOCK_FORMAT = "%Y-%m-%dT%H:%M:%SZ"

@@ -19,6 +19,7 @@ from draftsmith.core.sampling import row_seed
 from draftsmith.eval.bootstrap import PromptSums, Resamples, Sampled
 from draftsmith.eval.counts import TARGET
 from draftsmith.eval.predict import away_of_run
+from draftsmith.eval.schema import Row
 from draftsmith.eval.sums import Draw, Key, NumberedCounts, Sums
 
 if TYPE_CHECKING:
@@ -317,8 +318,7 @@ TERMS = {
     "false, tokens per call or per second are not comparable as they stand.",
 }
 """Words that figures share."""
-ROW = ("figure", "draft", "set", "kind", "temperature", "tree", "rule", "depth", "part")
-NUMBERS = ("value", "low", "high", "n", "seed_low", "seed_high", "seeds")
+_NUMBERS = ("depth", "value", "low", "high", "seed_low", "seed_high", "seeds")
 
 
 def definitions(figures: Mapping[str, Figure] = FIGURES) -> dict[str, str]:
@@ -338,8 +338,7 @@ def estimate(
     """Return a row for every figure, of every set and of all sets of a kind pooled.
 
     base: the draft that others are compared with. most_tokens: by tree, the tokens of a call at
-    most, where an interval ends. Columns: `ROW`, then value, low and high (95 %), n (groups of
-    equal prompts), seed_low, seed_high and seeds. A missing value is NaN.
+    most, where an interval ends. Columns: those of `eval.schema.Row`. A missing value is NaN.
     """
     import pandas
 
@@ -360,9 +359,8 @@ def estimate(
         for name, figure in figures.items():
             for key in figure.keys(sums):
                 rows.append(_row(name, sums, key, figure.of(sums, key), sums.picks[figure.below]))
-    frame = pandas.DataFrame(rows, columns=[*ROW, *NUMBERS])
-    numbers = [name for name in ("depth", *NUMBERS) if name != "n"]
-    return frame.astype(dict.fromkeys(numbers, float))
+    frame = pandas.DataFrame(rows, columns=list(Row.__annotations__))
+    return frame.astype(dict.fromkeys(_NUMBERS, float))
 
 
 def rows_as_json(rows: "DataFrame") -> list[dict[str, Any]]:

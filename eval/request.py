@@ -174,6 +174,4 @@ def _check_requirements(config: EvalConfig, scope: Scope) -> None:
         requirement = Requirement.parse(text)
         if requirement.figure == "speedup" and not config.speed_prompts:
             raise InputError(f"--require {text!r}: --speed_prompts 0 times nothing")
-        if requirement.figure == "transfer" and not scope.ood_sets:
-            raise InputError(f"--require {text!r}: needs sets out of distribution; add --ood")
         requirement.judged(scope)

@@ -123,7 +123,7 @@ class Requirement:
             for domain, temperature, (tree, rule) in product(domains, scope.temperatures, methods):
                 judged.append(Judged(draft, domain, temperature, tree, rule))
         if not judged:
-            raise InputError(f"--require {self.text!r}: nothing is decoded so")
+            raise InputError(f"--require {self.text!r}: needs sets or trees that are not measured")
         for key, value in self.wanted.items():
             names = [getattr(each, key) for each in judged]
             judged = [each for each in judged if getattr(each, key) == value]
@@ -139,12 +139,11 @@ class Requirement:
         method = f", {judged.tree} {judged.verifier}" if judged.tree else ""
         where = f"{judged.draft} on {judged.domain} at T={judged.T}{method}"
         where = f"required {self.text}: {where}: {self.figure}"
-        if row is None:
-            return f"{where} is undefined (it was not measured)"
-        if row["value"] is None:
-            gained = self.figure == "transfer"
-            why = "the gain in distribution is not surely above zero"
-            return f"{where} is undefined ({why if gained else 'nothing to divide by'})"
+        if row is None or row["value"] is None:
+            why = "nothing was measured"
+            if self.figure == "transfer":
+                why = "the gain in distribution is not surely above zero"
+            return f"{where} is undefined ({why})"
         if row["low"] is None or row["high"] is None:
             return f"{where} {row['value']:.4f} has no interval to judge; use more prompts"
         if busy and self.figure == "speedup" and row["low"] <= self.bound <= row["high"]:

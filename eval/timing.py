@@ -186,16 +186,25 @@ class Task:
     ) -> TimedCounts:
         """Time the target alone and every (draft, method) at batch 1, prompt by prompt."""
         load = os.getloadavg()[0]
-        contenders = [Contender(SpeculativeDecoder(self.target, compile=self.compile))]
+        contenders = [self.contender()]
         for name, draft in drafts.items():
-            for method in methods[name]:
-                decoder = decoder_of(self.target, draft, method, self.compile)
-                contenders.append(Contender(decoder, name, method))
+            contenders += [self.contender(draft, method, name) for method in methods[name]]
         self.race(contenders, [[prompt] for prompt in self.prompts], self.max_new_tokens, tick)
         return TimedCounts(
             runs=[(contender.draft, contender.counts()) for contender in contenders],
             load=[load, os.getloadavg()[0]],
         )
+
+    def contender(
+        self, draft: AnyDraft | None = None, method: Method | None = None, name: str = TARGET
+    ) -> Contender:
+        """Return what is timed of a draft with a method; without, of the target alone. Raise
+        ValueError if they do not fit.
+        """
+        decoder = SpeculativeDecoder(self.target, compile=self.compile)
+        if draft is not None and method is not None:
+            decoder = decoder_of(self.target, draft, method, self.compile)
+        return Contender(decoder, name, method)
 
     def race(
         self,

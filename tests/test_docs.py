@@ -111,7 +111,7 @@ def test_commands_and_programs_of_all_pages_work_in_order(short_demo, tmp_path, 
     tree.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.Planner.tried", lambda _: ["chain:2"])
+    monkeypatch.setattr("draftsmith.eval.plan.Planner.tried", lambda _: ["chain:2"])
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shutil.copytree(short_demo / "out", tmp_path / "out")
     prompts = tmp_path / "out" / "demo" / "prompts"

@@ -12,11 +12,12 @@ from draftsmith.core.errors import RequirementError
 from draftsmith.core.prompts import Prompt
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode.method import Method
+from draftsmith.decode.propose.sources import CopyingDraft, JoinedDraft
 from draftsmith.drafts.draft_sources import is_copying, models_of
 from draftsmith.drafts.load import load_models
 from draftsmith.eval.alpha import measure_alphas
 from draftsmith.eval.config import EvalConfig
-from draftsmith.eval.copying import CopyingDraft, JoinedDraft, copied_tokens, copied_traces
+from draftsmith.eval.copying import copied_tokens, copied_traces
 from draftsmith.eval.counts import of_method
 from draftsmith.eval.formulas import Continuation
 from draftsmith.eval.request import check

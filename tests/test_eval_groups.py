@@ -10,11 +10,11 @@ import pytest
 from draftsmith.core.asked_hash import Groups
 from draftsmith.core.chats import Chat
 from draftsmith.core.prompts import Prompt
+from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import PromptSums, estimate, resamples, resamples_of_sets, signs
-from draftsmith.eval.copying import AnyDraft
 from draftsmith.eval.groups import groups_of
-from draftsmith.eval.planning.tree_trials import Planner
+from draftsmith.eval.plan import Planner
 from draftsmith.eval.results import Results
 from draftsmith.eval.suites import Suite, prompt_groups
 from draftsmith.eval.timing import Task

@@ -16,11 +16,10 @@ from draftsmith.core.errors import RunError
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode import Tree, parse_tree
 from draftsmith.decode.method import Method
+from draftsmith.decode.propose.sources import CopyingDraft
 from draftsmith.decode.tree import DynamicTree
 from draftsmith.eval.bootstrap import PromptSums, quotient, resamples
-from draftsmith.eval.copying import CopyingDraft
-from draftsmith.eval.planning.plan import _pays, plan
-from draftsmith.eval.planning.tree_trials import Planner
+from draftsmith.eval.plan import Planner, _pays, plan
 from draftsmith.eval.timing import Task, records_steps
 from tests.tiny_models import tiny_llama
 
@@ -128,9 +127,9 @@ def test_a_plan_is_written_beside_the_draft_and_used(
 @pytest.mark.parametrize(
     ("source", "options", "trees"),
     [
-        ("prompt_lookup", "--draft prompt_lookup", 3),
+        ("prompt_lookup", "--draft prompt_lookup", 2),
         ("prompt_lookup+{draft}", "--draft prompt_lookup+{draft}", 2),
-        ("retrieval:{store}", "--draft retrieval:{store}", 3),
+        ("retrieval:{store}", "--draft retrieval:{store}", 2),
         ("lookahead", "--draft lookahead", 1),
     ],
 )
@@ -146,8 +145,8 @@ def test_what_copies_is_timed_not_predicted(
     monkeypatch,
     golden,
 ):
-    trials = "draftsmith.eval.planning.tree_trials"
-    monkeypatch.setattr(f"{trials}.COPIED", ("chain:1", "chain:2", "kary:2,1,1"))
+    trials = "draftsmith.eval.plan"
+    monkeypatch.setattr(f"{trials}.LARGER", ())
     monkeypatch.setattr(f"{trials}.menu", lambda *_, **__: [])
     monkeypatch.setattr(f"{trials}.STOPPING", ("chain:2", "chain:3"))
     monkeypatch.setattr(f"{trials}.GROWING", ())
@@ -217,6 +216,6 @@ def test_a_plan_times_the_steps_that_are_served(
         seed=0,
         compile="eager",
     )
-    planner = Planner(task, tiny_llama(1, 32))
-    timed = [planner.contender(method) for method in (None, Method.of("kary:2,1"))]
+    draft = tiny_llama(1, 32)
+    timed = [task.contender(draft, method) for method in (None, Method.of("kary:2,1"))]
     assert [contender.decoder.compile for contender in timed] == ["eager", "eager"]

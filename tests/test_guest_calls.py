@@ -93,7 +93,7 @@ def calls_of(there, target, draft, answers, url):
 def test_every_public_call_leaves_the_process_as_it_was(
     tmp_path, target_dir, draft_dir, answers, monkeypatch
 ):
-    monkeypatch.setattr("draftsmith.eval.planning.tree_trials.Planner.tried", lambda _: ["chain:2"])
+    monkeypatch.setattr("draftsmith.eval.plan.Planner.tried", lambda _: ["chain:2"])
     words = "The quick brown fox jumps over a lazy dog and numbers such as 12".split()
     texts = [" ".join(words[start : start + size]) for size in range(4, 9) for start in range(8)]
     rows: list[dict[str, Any]] = [{"prompt": text} for text in texts]

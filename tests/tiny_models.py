@@ -21,6 +21,7 @@ from transformers import (
 
 from draftsmith.core.sampling import Sampling
 from draftsmith.decode.method import Method
+from draftsmith.decode.propose.sources import AnyDraft
 from draftsmith.drafts.heads import Head
 from draftsmith.drafts.heads.block import DFlashHead, DSparkHead, JetSpecHead
 from draftsmith.drafts.heads.eagle import EagleHead
@@ -28,7 +29,6 @@ from draftsmith.drafts.heads.eagle3 import Eagle3Head
 from draftsmith.drafts.heads.medusa import HydraHeads, MedusaHeads
 from draftsmith.drafts.heads.mtp import MtpHead
 from draftsmith.eval.alpha import measure_alphas
-from draftsmith.eval.copying import AnyDraft
 from draftsmith.eval.counts import Count, of_method
 from draftsmith.eval.formulas import Continuation
 

@@ -22,7 +22,7 @@ from draftsmith.decode import DecodeStats, SpeculativeDecoder
 from draftsmith.drafts.load import draft_kind
 from draftsmith.eval.config import PlanConfig
 from draftsmith.eval.formats import number, with_interval
-from draftsmith.eval.planning.plan import plan
+from draftsmith.eval.plan import plan
 from draftsmith.eval.results import Results
 from draftsmith.pair import load_pair
 

@@ -231,7 +231,7 @@ def _export(config: "ExportConfig", command: str) -> CommandResult:
 def _plan(config: "PlanConfig", command: str) -> CommandResult:
     from draftsmith.core.options import command_line
     from draftsmith.drafts.engine_commands import decode_command
-    from draftsmith.eval.planning.plan import plan, plan_lines
+    from draftsmith.eval.plan import plan, plan_lines
     from draftsmith.eval.summary import decode_options
 
     document = plan(config)

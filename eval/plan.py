@@ -3,49 +3,173 @@
 docs/planning.md has the steps. The best three candidates are timed beside the target alone,
 interleaved, and the fastest is the plan. The best of several noisy timings is biased upwards
 (winner's curse), so the test that it pays corrects for all of them.
+
+Legend: M methods, B batches.
 """
 
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from draftsmith.core.asked_hash import Groups
 from draftsmith.core.devices import resolve_device
 from draftsmith.core.hub import quiet
 from draftsmith.core.io import JsonObject, write_json_atomic
 from draftsmith.core.models import eos_ids
 from draftsmith.core.options import configured
 from draftsmith.core.progress import progress
+from draftsmith.core.prompts import Prompt
 from draftsmith.core.ranks import say
 from draftsmith.core.records import provenance
 from draftsmith.core.sampling import row_seed
 from draftsmith.core.settings import resolve_sampling, sampling_options
-from draftsmith.decode import Tree
+from draftsmith.decode import Tree, takes_trees
 from draftsmith.decode.compiled.steps import check_backend
 from draftsmith.decode.method import OWN_TREE, Method
+from draftsmith.decode.propose.choosing import menu, name_of
+from draftsmith.decode.propose.sources import AnyDraft, CopyingDraft, proposer_of
+from draftsmith.decode.step_costs import StepCosts, measure
 from draftsmith.drafts.draft_sources import check_sources, models_of
+from draftsmith.drafts.heads.block import BlockHead
+from draftsmith.drafts.load import Draft, depth_limit
 from draftsmith.eval import remarks
 from draftsmith.eval.bootstrap import Floats, PromptSums, quotient, resamples, signs
 from draftsmith.eval.config import PlanConfig
-from draftsmith.eval.copying import loaded_drafts
+from draftsmith.eval.copying import loaded_drafts, model_of
 from draftsmith.eval.facts import machine, model_rows
 from draftsmith.eval.formats import with_interval
 from draftsmith.eval.groups import groups_of
 from draftsmith.eval.loading import load
-from draftsmith.eval.planning.tree_trials import CONFIRM_ROUNDS, Planner
 from draftsmith.eval.schema import Estimate
 from draftsmith.eval.timing import Task, records_steps
 
+T = TypeVar("T")
 SCHEMA_VERSION = 2
 FINALISTS = 3
+# Trees that are tried beside those of `--tree auto`.
+LARGER = ("chain:12", "chain:16", "kary:8", "kary:8,2")
+STOPPING = ("chain:6,stop=0.1", "chain:8,stop=0.3", "chain:12,stop=0.5")
+# A longer block costs nothing extra, so a block drafter drafts the whole block and stops within it.
+BLOCK_STOPS = (0.05, 0.15, 0.3, 0.5)
+GROWING = (
+    "eagle2:depth=3,beam=3,nodes=8",
+    "eagle2:depth=5,beam=4,nodes=16",
+    "opt:nodes=12,depth=5,gain=0.2",
+)
+# Prompts and tokens of a run that tries a tree.
+TRY_PROMPTS = 3
+TRY_TOKENS = 32
+# Time finalists again, with the same seeds, until each has run this long, in at most this many
+# rounds.
+CONFIRM_S = 1.0
+CONFIRM_ROUNDS = 5
+
+
+class Candidate(NamedTuple):
+    """A method that may be best. rate: its tokens per second on a few prompts."""
+
+    method: Method
+    rate: float
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A pair and the traffic to plan for."""
+
+    task: Task
+    draft: AnyDraft
+
+    @property
+    def model(self) -> Draft | None:
+        """The model that the draft drafts with, if any."""
+        return model_of(self.draft)
+
+    @property
+    def trees_fit(self) -> bool:
+        """Whether the pair takes trees other than chains."""
+        return takes_trees(self.task.target, self.model)
+
+    def batches(self, count: int) -> list[Sequence[Prompt]]:
+        """The first `count` batches of prompts."""
+        return _batches(self.task.prompts, self.task.batch_size, count)
+
+    def batch_groups(self, count: int) -> list[int]:
+        """The group of each of the first `count` batches: those that share a group of prompts are
+        one.
+        """
+        groups = groups_of(self.task.prompts)
+        return Groups(_batches(groups, self.task.batch_size, count)).numbers()
+
+    def costs(self) -> StepCosts:
+        """Time steps, as `--tree auto` does."""
+        task = self.task
+        draft = None if self.model is None else proposer_of(self.model)
+        trees = self.trees_fit
+        return measure(task.target, draft, task.sampling, trees=trees, compile=task.compile)
+
+    def tried(self) -> list[str]:
+        """Specs of the trees to time."""
+        draft = self.draft
+        if isinstance(draft, CopyingDraft) and not draft.reads_text:
+            return [OWN_TREE]
+        deepest = None if self.model is None else depth_limit(self.model)
+        chosen = map(name_of, menu(deepest, chains_only=not self.trees_fit))
+        if isinstance(draft, BlockHead):
+            stopping = [f"chain:{draft.depths},stop={stop}" for stop in BLOCK_STOPS]
+            return [*chosen, *stopping, *GROWING]
+        return [*chosen, *LARGER, *STOPPING, *GROWING]
+
+    def timed(
+        self,
+        methods: Sequence[Method | None],
+        batches: Sequence[Sequence[Prompt]],
+        tokens: int,
+        rounds: int = 1,
+    ) -> Floats:
+        """Decode the batches by M methods (None: no draft), at most so often, until each has run
+        `CONFIRM_S`. Return tokens and seconds by method and batch, round after round, `[M, B, 2]`.
+        """
+        contenders = [self.task.contender(self.draft, method) for method in methods]
+        ran_MB2 = np.zeros((len(methods), 0, 2))
+        for _ in range(rounds):
+            if ran_MB2[:, :, 1].sum(1).min() < CONFIRM_S:
+                self.task.race(contenders, batches, min(tokens, self.task.max_new_tokens))
+                ran_MB2 = np.array([contender.ran() for contender in contenders])
+        return ran_MB2
+
+    def try_trees(self) -> tuple[list[Candidate], list[dict[str, str]]]:
+        """Time the trees on a few prompts. Return also those that the draft cannot draft, with the
+        reason.
+        """
+        candidates: list[Candidate] = []
+        not_tried = []
+        for spec in self.tried():
+            method = Method.of(spec, None if self.model else "exact")
+            try:
+                ran_1B2 = self.timed([method], self.batches(TRY_PROMPTS), TRY_TOKENS)
+            except ValueError as error:
+                not_tried.append({"tree": spec, "reason": str(error)})
+                continue
+            tokens, seconds = ran_1B2.sum((0, 1))
+            candidates.append(Candidate(method, tokens / seconds))
+        return candidates, not_tried
+
+
+def _batches(values: Sequence[T], size: int, count: int) -> list[Sequence[T]]:
+    """The first `count` batches of values by prompt, or all."""
+    starts = range(0, min(len(values), count * size), size)
+    return [values[start : start + size] for start in starts]
 
 
 def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     """Return the plan as JSON, without the names of the models and the machine."""
     task = planner.task
+    started = time.perf_counter()
+    load_before = os.getloadavg()[0]
     with progress("plan", 3) as advance:
         advance(1, "costs of a step")
         costs = planner.costs()
@@ -67,12 +191,10 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     if winner.tree == OWN_TREE:
         assert isinstance(winner.shape, Tree)
         tree = {"parents": list(winner.shape.parents)}
-    # Timings of the target alone over their median; other work on the machine spreads them.
     alone_B = ran_MB2[0, :, 1] / ran_MB2[0, :, 0]
-    noise = (alone_B / np.median(alone_B)).tolist()
-    load = [planner.load, os.getloadavg()[0]]
+    load = [load_before, os.getloadavg()[0]]
     cpus = os.cpu_count() or 1
-    conditions = remarks.conditions("plan", task.sampling.temperature, load, noise, cpus)
+    conditions = remarks.conditions("plan", task.sampling.temperature, load, alone_B.tolist(), cpus)
     busy = remarks.of_timing([conditions], cpus)
     # A busy machine's clock speaks neither for a draft nor against it.
     pays = None if busy else _pays(speedups, best)
@@ -90,14 +212,13 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         "max_new_tokens": task.max_new_tokens,
         "compile": task.compile,
         "prompts": len(task.prompts),
-        "prompt_groups": groups_of(task.prompts),
         "costs": asdict(costs),
         "candidates": [{"tree": each.method.tree, "tokens_per_s": each.rate} for each in tried],
         "not_tried": not_tried,
         "confirmed": rows,
         "conditions": conditions,
         "remarks": [remark["text"] for remark in [*noted, *busy]],
-        "seconds": time.perf_counter() - planner.started,
+        "seconds": time.perf_counter() - started,
     }
 
 

@@ -1,1 +1,0 @@
-"""Find the tree with which a draft is fastest on this machine."""
