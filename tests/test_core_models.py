@@ -15,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from benchmarks.lib.tiny_types import tiny_config
 from draftsmith.core.errors import InputError
 from draftsmith.core.models import (
     context_length,
@@ -174,23 +175,6 @@ def test_a_mixture_reads_the_experts_of_one_token(family, sizes, total, active):
     assert (read + counted) / 1e9 == pytest.approx(active, rel=0.02)
 
 
-TINY_EXPERTS = {
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "num_key_value_heads": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 0,
-    "pad_token_id": 0,
-}
-
-
 @pytest.mark.parametrize(
     ("family", "names"),
     [
@@ -211,15 +195,15 @@ def test_experts_that_a_token_does_not_have_cost_nothing(family, names):
     """Of eight experts two, as a model that has two; but for the routers, which grow."""
 
     def read(experts):
-        sizes = {"vocab_size": 290, "hidden_size": 16, "intermediate_size": 24}
-        sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, **TINY_EXPERTS}
-        sizes |= {names[0]: experts, names[1]: 2}
+        config = tiny_config(family)
+        for name, count in zip(names, (experts, 2), strict=True):
+            setattr(config, name, count)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+            model = AutoModelForCausalLM.from_config(config)
         return read_per_token(model), parameter_count(model)
 
     few, many = read(2), read(8)
-    assert 0 <= many[0] - few[0] <= 2 * 2 * 6 * 17 and many[1] > many[0] + 2 * 3 * 16 * 24
+    assert 0 <= many[0] - few[0] <= 2 * 4 * 6 * 33 and many[1] > many[0] + 2 * 3 * 32 * 48
 
 
 def test_experts_in_a_list_are_counted_too():

@@ -7,13 +7,12 @@ from typing import Any, cast
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
 )
 
+from benchmarks.lib.tiny_types import tiny_model
 from draftsmith.core.models import load_model, read_per_token, vocabulary_size
 from draftsmith.core.tokenization import load_tokenizer
 from draftsmith.drafts.make.prune import FAMILIES, prune
@@ -35,37 +34,15 @@ PLAIN: dict[str, Any] = {
     "pad_token_id": 2,
 }
 GROUPED = PLAIN | {"intermediate_size": 48, "num_key_value_heads": 2}
-CONFIGS: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2"), GROUPED),
-    **dict.fromkeys(("qwen3", "gemma2"), GROUPED | {"head_dim": 16}),
-    "gemma3_text": GROUPED
-    | {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    "opt": PLAIN | {"ffn_dim": 48, "word_embed_proj_dim": H},
-    **dict.fromkeys(("gpt_neox", "phi"), PLAIN | {"intermediate_size": 48}),
-    "gpt2": PLAIN | {"n_inner": 48},
-}
 TEXTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7]]
 IDS = torch.tensor(TEXTS[:1])
 
 
-def build(name):
-    torch.manual_seed(1)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, **CONFIGS[name])
-    )
-    model.eval()
-    return model
-
-
-def test_every_family_is_tried():
-    assert CONFIGS.keys() == FAMILIES.keys()
-
-
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_layers_left_out_are_the_target_without_them(name, tmp_path):
     """Against the target with the other layers turned into the identity; saved and loaded again."""
-    target = build(name)
+    target = tiny_model(name)
     whole, kept = prune(target)
     assert kept == [0, 1, 2, 3]
     torch.testing.assert_close(whole(IDS).logits, target(IDS).logits)
@@ -90,11 +67,11 @@ def test_layers_left_out_are_the_target_without_them(name, tmp_path):
     torch.testing.assert_close(load_model(str(tmp_path), device="cpu")(IDS).logits, expected)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
 def test_neurons_that_do_nothing_go_first(name):
     """Half of the neurons are made silent: without them the model computes the same."""
-    target, family = build(name), FAMILIES[name]
+    target, family = tiny_model(name), FAMILIES[name]
     for layer in cast(Any, target.get_submodule(family.layers)):
         weight = layer.get_submodule(family.down).weight
         (weight if name == "gpt2" else weight.T)[::2] = 0.0
@@ -105,7 +82,7 @@ def test_neurons_that_do_nothing_go_first(name):
 
 def test_layers_are_kept_as_named():
     kept = {
-        keep: prune(build("llama"), num_layers=3, keep=keep)[1]
+        keep: prune(tiny_model("llama"), num_layers=3, keep=keep)[1]
         for keep in ("first", "last", "even")
     }
     assert kept == {"first": [0, 1, 2], "last": [1, 2, 3], "even": [0, 2, 3]}
