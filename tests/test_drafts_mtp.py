@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
+from benchmarks.lib.tiny_types import tiny_config
 from draftsmith.core.models import load_model
 from draftsmith.core.sampling import Sampling
 from draftsmith.core.tokenization import load_tokenizer
@@ -21,45 +22,10 @@ from draftsmith.drafts.doctor import examine
 from draftsmith.drafts.heads import head_kind, load_head, save_head
 from draftsmith.drafts.heads.mtp import MtpHead
 from tests.test_drafts_heads import inputs, make_target, reference_layer, rms
-from tests.tiny_models import stirred
+from tests.tiny_models import redrawn, stirred
 from tests.train_laws import tiny_family
 
 V, H = 40, 32
-SIZES: dict[str, Any] = {
-    "vocab_size": V,
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "moe_intermediate_size": 16,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "initializer_range": 0.2,
-}
-EXPERTS = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 6,
-}
-NEXT = {
-    "num_hidden_layers": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "shared_expert_intermediate_size": 16,
-}
-WITH_NEXTN: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"num_key_value_heads": 4, **EXPERTS, **LATENT},
-    "glm4_moe": {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS},
-}
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [17, 30, 8, 8, 21, 0]]
 NEW_TOKENS = 24
 
@@ -78,16 +44,21 @@ def join_tensors(names, hidden=H, centre=1.0):
 
 
 def model_of(kind, **changes):
+    config: Any = tiny_config(kind)
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    for name, value in (special | changes).items():
+        setattr(config, name, value)
     torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, **(SIZES | changes))
-    return stirred(AutoModelForCausalLM.from_config(config).float().eval(), 0.05)
+    return stirred(redrawn(AutoModelForCausalLM.from_config(config).float(), 0.2), 0.05)
 
 
 def write_nextn(kind, out, layers=2, **changes):
     """A checkpoint as DeepSeek and GLM publish theirs: the layer behind the last has an MTP
     layer's tensors too.
     """
-    model_of(kind, num_hidden_layers=layers + 1, **WITH_NEXTN[kind], **changes).save_pretrained(out)
+    model_of(
+        kind, num_hidden_layers=layers + 1, first_k_dense_replace=1, **changes
+    ).save_pretrained(out)
     values = json.loads((out / "config.json").read_text())
     values |= {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}
     (out / "config.json").write_text(json.dumps(values))
@@ -106,7 +77,7 @@ def write_nextn(kind, out, layers=2, **changes):
     return out
 
 
-@pytest.fixture(scope="module", params=WITH_NEXTN)
+@pytest.fixture(scope="module", params=["deepseek_v3", "glm4_moe"])
 def nextn(request, tmp_path_factory):
     return write_nextn(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -187,7 +158,7 @@ QWEN = {
 
 def write_qwen(out, experts, kind="qwen3_next"):
     """A checkpoint as Qwen3-Next's: `mtp.*` beside the model; the layer is its last one's copy."""
-    model = model_of(kind, num_experts=experts, **NEXT)
+    model = model_of(kind, num_experts=experts)
     model.save_pretrained(out)
     tensors = load_file(out / "model.safetensors")
     last = "model.layers.3."
