@@ -107,9 +107,8 @@ def test_a_row_that_cannot_be_understood_is_named(tmp_path, chat, text, golden):
 def test_a_source_that_cannot_be_read_is_named(tmp_path, tokenizer, name, content, golden):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with golden.raises() as caught:
+    with golden.raises():
         read_prompts(name if ":" in name else str(tmp_path / name), tokenizer)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_hub_dataset_is_read_by_name_and_split(monkeypatch, tokenizer):

@@ -150,9 +150,8 @@ def test_a_tree_is_refused_and_a_chain_is_the_default(golden):
     llama = random_llama(7, VOCAB)
     for pair in ((target, DraftModelProposer(llama)), (llama, DraftModelProposer(target))):
         for tree in ("kary:2,2", "eagle2:depth=3,beam=2,nodes=5"):
-            with golden.raises(ValueError) as no:
+            with golden.raises(ValueError):
                 SpeculativeDecoder(*pair, tree)
-            assert "\n" not in str(no.value)
         assert SpeculativeDecoder(*pair).tree.is_chain
     with golden.raises(ValueError):
         SpeculativeDecoder(target, LookaheadProposer())
