@@ -213,7 +213,7 @@ def learns_the_same(target, data, states, place, door):
         f"train --kind eagle3 --objective fkl --target {target} --data {data} --max_length 48 "
         "--steps 12 --batch_size 4 --heldout_fraction 0.3 --head.test_steps 2 --device cpu"
     ).split()
-    door.ok(*run, *f"--states {states} --out {place}/far".split())
+    door.ok(*run, "--states", states, "--out", place / "far")
     door.ok(*run, "--out", place / "local")
     alphas = []
     for name in ("far", "local"):
