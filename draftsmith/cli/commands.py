@@ -8,7 +8,6 @@ import json
 import shlex
 import shutil
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -141,14 +140,13 @@ def _demo(config: "DemoConfig", command: str) -> CommandResult:
     from draftsmith.eval.results import Results
     from draftsmith.eval.summary import summary
 
-    started = time.monotonic()
     options = demo_run.prepare(Path(config.out), config.short, config.device)
     *_, last = run_stages(options, command)
     results = Results.load(last.options.out)
     large = demo_run.time_large(options, config.short)
     lines = from_main(lambda: demo_run.write_page(results, large))
     shown = {"out": config.out, **summary(results), "large": summary(large)}
-    return CommandResult(shown, [*lines, f"took {time.monotonic() - started:.0f} s"])
+    return CommandResult(shown, lines)
 
 
 def _eval(config: "EvalConfig", command: str) -> CommandResult:
