@@ -16,16 +16,12 @@ from scipy.stats import chi2_contingency
 from draftsmith.core.sampling import Sampling, generator, probs
 from draftsmith.decode import DraftModelProposer, SpeculativeDecoder, reference
 from tests.chi_square import chi_square, counts_of, exact_distribution
-from tests.test_decode_lossless import most_probable_tree, steps_of
-from tests.tiny_models import random_llama
+from tests.test_decode_lossless import PROMPT, VOCAB, llama, most_probable_tree, steps_of
 
 ROOT = Path(__file__).parent.parent
-VOCAB = 5
 DRAWS = 1_000
-PROMPT = [1, 3]
 SAMPLED = Sampling(temperature=0.8)
-TARGET = random_llama(2, VOCAB, hidden=8, heads=1, spread=0.45)
-DRAFT = random_llama(7, VOCAB, hidden=8, heads=1, spread=0.45)
+TARGET, DRAFT = llama(2), llama(7)
 WIDTHS = [(1, 1, 1), (2, 2), (3, 1)]
 
 

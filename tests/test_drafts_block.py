@@ -1,31 +1,22 @@
-"""Block drafters: training's blocks are decoding's, files keep them whole, and what a slot may see.
+"""Block drafters: what the Markov head and the confidence read, and which layers a head reads.
 
-Legend: B rows, T tokens, A anchors, S slots, H hidden size.
+Law 5 for them is in tests/test_train_heads.py.
 """
+
+from typing import Any
 
 import pytest
 import torch
 
 from draftsmith.drafts.heads import HEADS
-from draftsmith.drafts.heads.block import target_layers_of
+from draftsmith.drafts.heads.block import DSparkHead, target_layers_of
+from tests.tiny_models import stirred
 from tests.train_laws import tiny_family
-
-S = 5
-
-
-def make_head(kind, target, **options):
-    """Every parameter away from where it began."""
-    head = HEADS[kind].fresh(target, **({"num_layers": 2, "block_size": S} | options)).eval()
-    random = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=random))
-    return head
 
 
 def test_the_markov_head_and_the_confidence_read_the_token_before():
     target = tiny_family("llama")
-    head = make_head("dspark", target)
+    head: Any = stirred(DSparkHead.fresh(target, num_layers=2, block_size=5).eval(), 0.1)
     states = torch.randn(2, head.config.hidden_size, generator=torch.Generator().manual_seed(1))
     raw = head.raw_logits(states)
     one, other = (head.logits(raw, torch.tensor([token, 9])) for token in (4, 5))

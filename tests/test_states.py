@@ -19,7 +19,8 @@ from draftsmith.core.state_store import (
     cached_layers,
     checkpoint_digest,
 )
-from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, make_target, trainee_of
+from tests.test_drafts_heads import make_target
+from tests.test_train_heads import ROWS, batch_of, every_kind, fresh, trainee_of
 from tests.test_train_kinds import OPTIONS as KINDS
 from tests.train_laws import FAMILIES, tiny_family
 

@@ -17,10 +17,10 @@ from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
 from draftsmith.train.trainees.block import BlockTrainee, Slots, calibrate
 from draftsmith.train.trainees.head import Drafts, Pairs, join
+from tests.test_drafts_heads import make_target
 from tests.test_train_heads import (
     ROWS,
     batch_of,
-    make_target,
     packed_batch,
     trainee_of,
 )

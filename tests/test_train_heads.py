@@ -25,6 +25,7 @@ from draftsmith.train.batch import IGNORE, Batch
 from draftsmith.train.draft_setup import compile_layers
 from draftsmith.train.objective import parse_objective
 from draftsmith.train.trainees import TRAINEES
+from tests.test_drafts_heads import make_target
 from tests.tiny_models import DRAFT_VOCAB, FRESH, stirred
 from tests.train_laws import tiny_family
 
@@ -37,16 +38,6 @@ ROWS = [
     ([9], [38, 5, 11]),
     ([4, 39, 12, 17, 20, 6], [1]),
 ]
-
-
-def make_target(seed=1):
-    more = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,
-    }
-    return tiny_family("llama", seed, 0.0, vocab_size=V, num_hidden_layers=4, **more)
 
 
 def make_bounded_target():
