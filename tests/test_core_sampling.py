@@ -81,16 +81,6 @@ def test_ties_go_to_the_lower_token(sampling):
     assert sampling.temperature > 0 or p.tolist() == [0, 1, 0, 0, 0, 0, 0]
 
 
-def test_probs_leaves_the_logits_alone_and_takes_any_leading_shape():
-    logits = torch.randn(2, 3, 4, 5, generator=generator(1))
-    before = logits.clone()
-    p = probs(logits, Sampling(temperature=0.5, top_k=3, top_p=0.9))
-    assert torch.equal(logits, before)
-    assert torch.equal(
-        p[1, 2, 3], probs(logits[1, 2, 3], Sampling(temperature=0.5, top_k=3, top_p=0.9))
-    )
-
-
 @st.composite
 def weights_of_tokens(make):
     weights = make(
