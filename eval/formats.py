@@ -57,17 +57,6 @@ def with_seeds(figure: Figure | None, digits: int = 3, *, sign: bool = False) ->
     return f"{text}, {seeds} {low} to {high}"
 
 
-def kept(transfer: Figure | None, gain: Figure) -> str:
-    """The share of the gain in distribution that a set kept, or the points that the draft lost
-    there.
-    """
-    if transfer is None or transfer["value"] is None:
-        return NONE
-    share = 100 * transfer["value"]
-    lost = 100 * abs(gain["value"])
-    return f"{number(share, 0)} %" if share >= 0 else f"{number(lost, 1)} points lost"
-
-
 def memory(value: int) -> str:
     """Bytes in decimal units."""
     size = float(value)

@@ -179,18 +179,14 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         tried.sort(key=lambda candidate: -candidate.rate)
         finalists = [candidate.method for candidate in tried[:FINALISTS]]
         batches = planner.batches(confirm_batches)
-        methods = [None, *finalists]
-        ran_MB2 = planner.timed(methods, batches, task.max_new_tokens, CONFIRM_ROUNDS)
+        tokens = task.max_new_tokens
+        ran_MB2 = planner.timed([None, *finalists], batches, tokens, CONFIRM_ROUNDS)
     groups = planner.batch_groups(confirm_batches)
     rows = _confirmed(finalists, ran_MB2, groups * (ran_MB2.shape[1] // len(groups)), task.seed)
     rates = [row["tokens_per_s"] for row in rows[1:]]
     speedups = [row["speedup"] for row in rows[1:]]
     best = rates.index(max(rates))
     winner = finalists[best]
-    tree: JsonObject = {"spec": winner.tree}
-    if winner.tree == OWN_TREE:
-        assert isinstance(winner.shape, Tree)
-        tree = {"parents": list(winner.shape.parents)}
     alone_B = ran_MB2[0, :, 1] / ran_MB2[0, :, 0]
     load = [load_before, os.getloadavg()[0]]
     cpus = os.cpu_count() or 1
@@ -202,7 +198,7 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
     noted += remarks.of_groups({"timed": groups})
     return {
         "schema_version": SCHEMA_VERSION,
-        "tree": tree,
+        "tree": _tree(winner),
         "name": winner.tree,
         "verifier": winner.verifier,
         "pays": pays,
@@ -220,6 +216,14 @@ def plan_pair(planner: Planner, confirm_batches: int) -> JsonObject:
         "remarks": [remark["text"] for remark in [*noted, *busy]],
         "seconds": time.perf_counter() - started,
     }
+
+
+def _tree(method: Method) -> JsonObject:
+    """A tree as `auto:FILE` reads it."""
+    if method.tree != OWN_TREE:
+        return {"spec": method.tree}
+    assert isinstance(method.shape, Tree)
+    return {"parents": list(method.shape.parents)}
 
 
 def _confirmed(

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from draftsmith.eval.formats import (
-    kept,
     named_set,
     number,
     shortened,
@@ -79,24 +78,20 @@ def alpha_figure(results: ResultsTable, look: Look) -> Drawn | None:
 
 
 def gain_figure(results: ResultsTable, look: Look) -> Drawn | None:
-    """Gain in alpha per aligned draft and set; on the right, the share of the ID gain that
-    transferred.
-    """
+    """Gain in alpha per aligned draft and set."""
     panels = []
     for temperature in sorted(results.temperatures, reverse=True) if results.aligned else ():
         lines: list[Line] = []
         for draft in results.aligned:
             lines.append(Line(draft))
             for domain in results.domains():
-                gain = results.gain(draft, domain, temperature)
-                note = "ID"
-                if gain and gain["kind"] == "ood":
-                    note = kept(results.figure("transfer", draft, domain, temperature), gain)
-                lines.append(Line(domain, draft, [gain] if gain else [], note))
+                where = {"draft": draft, "set": domain, "temperature": temperature}
+                rows = results.where(figure="gain", part=None, **where)
+                note = " / ".join(number(row["value"], sign=True) for row in rows)
+                lines.append(Line(domain, draft, rows, note))
         label = f"gain in α over {shortened(results.base, 14)}, T = {temperature:g}"
         panels.append(Panel(label, lines))
-    notes = "transfer" if results.domains("ood") else ""
-    return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0, notes=notes)
+    return _dot_plots(look, panels, (-1.0, 1.0), reference=0.0)
 
 
 def tau_figure(results: ResultsTable, look: Look) -> Drawn | None:
