@@ -8,7 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -199,11 +199,6 @@ class _Source:
     target: str | None = None
 
 
-@cache
-def _say_once(line: str) -> None:
-    say(line)
-
-
 def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
     manifest = read_manifest(directory)
     if tokenizer is not None:
@@ -222,7 +217,7 @@ def _distilled(directory: Path, tokenizer: Tokenizer | None) -> _Source:
         "parquet", data_files=files, split="train", columns=list(features)
     )
     assert isinstance(table, datasets.Dataset)
-    _say_once(f"{directory}: {'; '.join(described(manifest))}")
+    say(f"{directory}: {'; '.join(described(manifest))}")
     target = manifest.get("identity", {}).get("target_fingerprint")
     return _Source(table.cast(features), hash_json(manifest["parts"]), target)
 

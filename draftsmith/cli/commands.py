@@ -51,11 +51,11 @@ def _distill(config: "DistillConfig", command: str) -> CommandResult:
     from draftsmith.distill.generate import distill
 
     summary = distill(config, command)
-    counts = (
+    lines = [
         f"{summary['out']}: of {summary['prompts_read']} prompts {summary['prompts_done']} done, "
-        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed"
-    )
-    lines = ["; ".join([counts, *summary["texts"]])]
+        f"{summary['prompts_skipped']} skipped, {summary['prompts_failed']} failed",
+        *summary["texts"],
+    ]
     for reasons in ("skipped_because", "failed_because", "shortened_because", "dropped_because"):
         lines += summary[reasons]
     if own := summary["own_prompts"]:
