@@ -66,6 +66,11 @@ class Cell:
         """The lower bound of the speedup; 0 without one."""
         return float(self.speedup["low"] or 0.0) if self.speedup else 0.0
 
+    @property
+    def high(self) -> float:
+        """The upper bound of the speedup."""
+        return float(self.speedup["high"] or math.inf) if self.speedup else math.inf
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -109,6 +114,11 @@ class Judged:
         lows = [math.log(cell.low or 1e-9) for cell in self.timed]
         return pays, sum(lows) / len(lows)
 
+    def reaches(self, other: "Judged") -> bool:
+        """Whether its speedups overlap another one's in every cell."""
+        pairs = zip(self.timed, other.timed, strict=False)
+        return all(one.high >= two.low for one, two in pairs)
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -117,7 +127,7 @@ class Decision:
     setting: what is judged; None if nothing was timed. cells: those of the setting. needed: tokens
     per target call that pay, if too few of them decide. comparisons: the speedups that were
     compared. busy: whether the machine was, in an undecided cell. served: the best setting that
-    pays and that an engine has.
+    pays and that an engine has. robust: see `_more_robust`.
     """
 
     verdict: Outcome
@@ -128,6 +138,7 @@ class Decision:
     comparisons: int = 0
     busy: bool = False
     served: Setting | None = None
+    robust: Sequence[FigureRow] = ()
 
     @property
     def paying(self) -> list[FigureRow]:
@@ -187,6 +198,7 @@ def decide(results: ResultsTable) -> Decision:
         comparisons=sum(len(one.timed) for one in judged),
         busy=any(results.busy(tau["set"], tau["temperature"]) for tau in open_taus),
         served=_served(results, timed),
+        robust=_more_robust(results, best, timed) if paying else (),
     )
 
 
@@ -233,6 +245,19 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
         squares += ((row[end] - row["value"]) / half_width(row["n"] - 1)) ** 2
     away = half_width(int(freedom)) * math.sqrt(squares) / len(rows)
     return mean + away if end == "high" else mean - away
+
+
+def _more_robust(
+    results: ResultsTable, best: Judged, timed: Sequence[Judged]
+) -> Sequence[FigureRow]:
+    """The alphas out of distribution of the best draft and of the draft that has the highest, among
+    those that may be as fast and surely have a higher one; empty without one.
+    """
+    rows = [results.figure("alpha", one.setting.draft, "ood") for one in timed if one.reaches(best)]
+    own = results.figure("alpha", best.setting.draft, "ood")
+    most = (own and own["high"]) or 1.0
+    above = [row for row in rows if row and (row["low"] or 0.0) > most]
+    return [own, max(above, key=lambda row: row["value"])] if own and above else ()
 
 
 def _served(results: ResultsTable, timed: Sequence[Judged]) -> Setting | None:

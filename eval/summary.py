@@ -43,6 +43,7 @@ class Lead:
     serve: tuple[str, str]
     todo: str
     command: str
+    robust: str
     changes: list[str]
     lossless: str
     temperature: float
@@ -62,6 +63,7 @@ def lead(results: ResultsTable) -> Lead:
         serve=_serve(results, decision),
         todo=said("todo", todo),
         command=command,
+        robust=_robust(decision),
         changes=_changes(results, decision, temperature),
         lossless=_lossless(results),
         temperature=temperature,
@@ -80,7 +82,7 @@ def verdict(head: Lead) -> list[str]:
     found = [head.headline, head.decided]
     for what, command in (head.serve, (head.todo, head.command)):
         found.append(f"{what}: {command}" if command else "")
-    return list(filter(None, found))
+    return list(filter(None, [*found, head.robust]))
 
 
 def table(results: ResultsTable, head: Lead) -> list[str]:
@@ -223,6 +225,14 @@ def _again(command: str, option: str, value: str) -> str:
     else:
         words += [option, value]
     return shlex.join(words)
+
+
+def _robust(decision: Decision) -> str:
+    if not decision.robust:
+        return ""
+    own, other = decision.robust
+    draft = other["draft"]
+    return said("robust", draft=draft, own=with_interval(own), other=with_interval(other))
 
 
 def _changes(results: ResultsTable, decision: Decision, temperature: float) -> list[str]:

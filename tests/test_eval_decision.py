@@ -75,9 +75,17 @@ def test_a_setting_ships_for_the_sets_on_which_it_pays(golden):
     golden(lines(results))
 
 
-def test_the_highest_lower_bound_leads():
+def test_the_highest_lower_bound_leads_and_a_draft_more_robust_is_named(golden):
     both = everywhere("mine", "chain:2", FAST) | everywhere("base", "chain:2", (1.6, 1.2, 2.0))
-    assert decide(timed(both)).setting == Setting("mine", "chain:2", "exact")
+    for results in (timed(both), timed(both, ood=-0.1)):
+        assert decide(results).setting == Setting("mine", "chain:2", "exact")
+    assert lead(timed(both)).robust == ""
+    golden(lead(results).robust)
+    assert lead(results).robust in lines(results)
+    # Not where the intervals of alpha overlap, nor where it is slower.
+    assert lead(timed(both, ood=-0.01)).robust == ""
+    slower = everywhere("mine", "chain:2", FAST) | everywhere("base", "chain:2", (1.2, 1.1, 1.25))
+    assert lead(timed(slower, ood=-0.1)).robust == ""
 
 
 def test_of_the_chains_that_pay_the_best_is_served_by_an_engine(golden):
