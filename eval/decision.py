@@ -138,7 +138,7 @@ class Decision:
     comparisons: int = 0
     busy: bool = False
     served: Setting | None = None
-    robust: Sequence[FigureRow] = ()
+    robust: FigureRow | None = None
 
     @property
     def paying(self) -> list[FigureRow]:
@@ -198,7 +198,7 @@ def decide(results: ResultsTable) -> Decision:
         comparisons=sum(len(one.timed) for one in judged),
         busy=any(results.busy(tau["set"], tau["temperature"]) for tau in open_taus),
         served=_served(results, timed),
-        robust=_more_robust(results, best, timed) if paying else (),
+        robust=_more_robust(results, best, timed) if paying else None,
     )
 
 
@@ -247,17 +247,15 @@ def _mean_bound(rows: Sequence[FigureRow], end: Literal["low", "high"]) -> float
     return mean + away if end == "high" else mean - away
 
 
-def _more_robust(
-    results: ResultsTable, best: Judged, timed: Sequence[Judged]
-) -> Sequence[FigureRow]:
-    """The alphas out of distribution of the best draft and of the draft that has the highest, among
-    those that may be as fast and surely have a higher one; empty without one.
+def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -> FigureRow | None:
+    """The highest alpha out of distribution of a draft that may be as fast as the best one, if it
+    surely lies above that one's; else None.
     """
-    rows = [results.figure("alpha", one.setting.draft, "ood") for one in timed if one.reaches(best)]
-    own = results.figure("alpha", best.setting.draft, "ood")
-    most = (own and own["high"]) or 1.0
-    above = [row for row in rows if row and (row["low"] or 0.0) > most]
-    return [own, max(above, key=lambda row: row["value"])] if own and above else ()
+    fast = {one.setting.draft for one in timed if one.reaches(best)}
+    rows = [row for row in results.select("alpha") if row["set"] is None and row["kind"] == "ood"]
+    own = {row["draft"]: row["high"] for row in rows}.get(best.setting.draft) or 1.0
+    above = [row for row in rows if row["draft"] in fast and (row["low"] or 0.0) > own]
+    return max(above, key=lambda row: row["value"], default=None)
 
 
 def _served(results: ResultsTable, timed: Sequence[Judged]) -> Setting | None:

@@ -22,10 +22,9 @@ from draftsmith.core.ranks import say
 from draftsmith.core.records import read_record
 from draftsmith.decode import VERIFIERS
 from draftsmith.decode.native import missing_kernel
-from draftsmith.drafts.draft_sources import JOINED
 from draftsmith.drafts.load import other_targets
 from draftsmith.eval.request import draft_and_seed
-from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark, read_of
+from draftsmith.eval.schema import BUSY, Conditions, ModelRow, Remark
 from draftsmith.eval.suites import Suite, prompt_groups
 
 if TYPE_CHECKING:
@@ -119,20 +118,6 @@ def of_targets(drafts: Mapping[str, str], target: PreTrainedModel) -> list[Remar
 
 
 def of_models(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
-    """Find drafts that are not smaller than the target, and runs that are not training seeds of one
-    draft.
-    """
-    yield from _of_seeds(models)
-    size = read_of(models["target"])
-    for name, row in models.items():
-        is_model = row["parameters"] and row["kind"].removeprefix(JOINED) == "draft"
-        if is_model and read_of(row) >= size and name != "target":
-            sizes = f"reads {read_of(row):,} parameters per token, the target {size:,}"
-            text = f"draft {name}: {sizes}; a draft that is not smaller cannot make decoding faster"
-            yield Remark(about="large_draft", text=text)
-
-
-def _of_seeds(models: Mapping[str, ModelRow]) -> Iterator[Remark]:
     """Find drafts whose runs differ in more than their training seed."""
     for name, row in models.items():
         draft, _ = draft_and_seed(name)

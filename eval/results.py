@@ -5,11 +5,9 @@ results.alpha("jsd", "code", temperature=1.0)["value"]
 results.tau("jsd", "id", tree="chain:4")
 results.to_frame("alpha", "gain").pivot(columns="figure", values="value", index=["draft", "kind",
 "set", "temperature"])
-Results.concat({"demo": "out/demo/eval", "mine": results}, "tau")
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,26 +95,22 @@ class Results(ResultsTable):
         """
         if figures == ("counts",):
             return self.counts
-        return _frame(self.rows, figures, parts=parts)
-
-    @classmethod
-    def concat(
-        cls, runs: "Mapping[str, Results | str | Path]", *figures: str, parts: bool = False
-    ) -> "DataFrame":
-        """Return the tables of several evaluations as one DataFrame, as `to_frame` does, with the
-        name of the run in the first column, `run`.
-
-        runs: results, or where to load them, by name. Raise InputError as `load` and `to_frame` do.
-        """
-        import pandas
-
-        frames = []
-        for name, source in runs.items():
-            results = source if isinstance(source, Results) else cls.load(source)
-            frame = results.rows.copy()
-            frame.insert(0, "run", name)
-            frames.append(frame)
-        return _frame(pandas.concat(frames, ignore_index=True), figures, parts=parts)
+        frame = self.rows
+        known = sorted(set(frame["figure"]))
+        for figure in figures:
+            if figure not in known:
+                raise InputError(f"no figure {figure!r}; {nearest(figure, known)}")
+        if not parts:
+            frame = frame[frame["part"].isna()]
+        if not figures:
+            return frame.reset_index(drop=True)
+        frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
+        absent = frame.isna().all()
+        optional = ("tree", "rule", "depth", "part", "seed_low", "seed_high", "seeds")
+        empty = [name for name in optional if absent[name]]
+        if len(figures) == 1:
+            empty.append("figure")
+        return frame.drop(columns=empty)
 
     def plot(self, name: str = "alpha") -> "Figure":
         """Draw a figure of the report, such as alpha, gain, accept or tau; `.savefig(FILE)` of it
@@ -131,21 +125,3 @@ class Results(ResultsTable):
         if drawn is None:
             raise InputError(f"plot: {name}: too few points were measured; to_frame() has them")
         return drawn.figure
-
-
-def _frame(frame: "DataFrame", figures: Sequence[str], *, parts: bool) -> "DataFrame":
-    known = sorted(set(frame["figure"]))
-    for figure in figures:
-        if figure not in known:
-            raise InputError(f"no figure {figure!r}; {nearest(figure, known)}")
-    if not parts:
-        frame = frame[frame["part"].isna()]
-    if not figures:
-        return frame.reset_index(drop=True)
-    frame = frame[frame["figure"].isin(figures)].reset_index(drop=True)
-    absent = frame.isna().all()
-    optional = ("tree", "rule", "depth", "part", "seed_low", "seed_high", "seeds")
-    empty = [name for name in optional if absent[name]]
-    if len(figures) == 1:
-        empty.append("figure")
-    return frame.drop(columns=empty)

@@ -228,11 +228,8 @@ def _again(command: str, option: str, value: str) -> str:
 
 
 def _robust(decision: Decision) -> str:
-    if not decision.robust:
-        return ""
-    own, other = decision.robust
-    draft = other["draft"]
-    return said("robust", draft=draft, own=with_interval(own), other=with_interval(other))
+    row = decision.robust
+    return said("robust", draft=row["draft"], alpha=with_interval(row)) if row else ""
 
 
 def _changes(results: ResultsTable, decision: Decision, temperature: float) -> list[str]:

@@ -182,10 +182,7 @@ def test_remarks_are_in_results_and_stop_a_strict_run_before_it_measures(
         speed_prompts=0,
     )
     found = evaluate(same)
-    assert [remark["about"] for remark in found.document["remarks"]][:2] == [
-        "same_prompts",
-        "large_draft",
-    ]
+    assert found.document["remarks"][0]["about"] == "same_prompts"
     golden(" ".join(capsys.readouterr().err.split()))
     assert summarise(found)["remarks"] == [remark["text"] for remark in found.document["remarks"]]
     with golden.raises():
@@ -223,8 +220,6 @@ def test_a_strict_run_on_a_busy_machine_fails_after_it_has_measured(
     world, tmp_path, monkeypatch, golden
 ):
     monkeypatch.setattr("os.getloadavg", lambda: (99.0, 1.0, 1.0))
-    # The drafts here are as large as their target, which --strict would refuse first.
-    monkeypatch.setattr("draftsmith.eval.remarks.of_models", lambda models: [])
     once = replace(
         world, draft=world.draft[1:], ood=[], out=str(tmp_path), temperature=[0.0], tree=["chain:2"]
     )

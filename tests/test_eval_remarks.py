@@ -95,18 +95,6 @@ def test_drafts_that_were_trained_for_another_target(target_dir, draft_dir, tmp_
     golden(remark["text"])
 
 
-def test_drafts_that_are_not_smaller(golden):
-    models = {
-        "target": model(100, "t"),
-        "a": model(100, "x"),
-        "b": model(10, "x"),
-        "c": model(500, "y", "medusa"),
-    }
-    (large,) = remarks.of_models(models)
-    assert large["about"] == "large_draft"
-    golden(large["text"])
-
-
 def test_a_busy_machine_is_told_by_its_load_and_by_rounds_that_differ(golden):
     quiet = Conditions(domain="prose", temperature=1.0, load=[1.8, 2.2], spread=0.03, busy=False)
     assert remarks.of_timing([quiet], cpus=2) == [] == remarks.of_timing([], cpus=2)

@@ -291,11 +291,6 @@ def test_every_figure_is_the_one_that_was_asked_for(results):
             "chain:9: not measured; there are chain:2 exact",
         ),
         (lambda r: r.to_frame("speedups"), "no figure 'speedups'; did you mean speedup?"),
-        (
-            lambda r: Results.concat({"a": r}, "speedups"),
-            "no figure 'speedups'; did you mean speedup?",
-        ),
-        (lambda r: Results.concat({"a": r, "b": "nosuch"}), "nosuch/results.json: no such file"),
     ],
 )
 def test_a_name_that_is_not_there_is_answered_with_those_that_are(results, ask, said):
@@ -348,24 +343,6 @@ def test_the_table_is_a_frame(results):
         index=["draft", "set", "temperature", "tree"], columns="depth", values="value"
     )
     assert list(wide.columns) == [1, 2] and len(wide) == 2 * 3 * 2 * 2
-
-
-def test_results_that_are_joined_say_whose_a_row_is(results, tmp_path):
-    other = Results(view(GAINS, BOTH, timed=False).document, tmp_path)
-    other.write()
-    joined = Results.concat({"many": results, "few": tmp_path})
-    assert list(joined.columns)[:3] == ["run", "figure", "draft"]
-    for name, alone in (("many", results), ("few", other)):
-        rows = joined[joined["run"] == name].drop(columns="run").reset_index(drop=True)
-        assert rows.to_json() == alone.to_frame().to_json()
-    keys = ["run", "figure", "draft", "set", "kind", "temperature", "tree", "rule", "depth", "part"]
-    assert joined.duplicated(keys[1:]).any() and not joined.duplicated(keys).any()
-    cell = ["draft", "kind", "set", "temperature"]
-    alphas = Results.concat({"a": results, "b": other}, "alpha")
-    wide = alphas.pivot(index=cell, columns="run", values="value")
-    assert list(wide.columns) == ["a", "b"] and len(wide) == 20
-    # A figure of one run only is there; a column goes if it is empty in all.
-    assert set(Results.concat({"a": results, "b": other}, "speedup")["run"]) == {"a"}
 
 
 def test_reading_results_needs_no_torch():
