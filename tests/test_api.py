@@ -69,7 +69,7 @@ def public_functions():
         for name, value in inspect.getmembers(kind, inspect.isroutine):
             if not name.startswith("_"):
                 found[f"{kind.__name__}.{name}"] = value
-    for name in ("load", "concat", "require", "to_frame", "plot"):
+    for name in ("load", "require", "to_frame", "plot"):
         found[f"Results.{name}"] = getattr(ds.Results, name)
     return found
 
