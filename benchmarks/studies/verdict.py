@@ -167,6 +167,7 @@ def decided(
     document: JsonObject = {
         "base": "base",
         "drafts": list(drafts),
+        "models": {name: {} for name in drafts},
         "temperatures": [1.0],
         "methods": [METHOD.facts | {"lossless": True}],
         "suites": [{"name": suite.name, "kind": suite.kind} for suite in suites],
