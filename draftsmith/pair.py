@@ -201,7 +201,8 @@ def load_pair(
     else:
         several = [draft] if isinstance(draft, str | os.PathLike) else draft
         sources = [os.fspath(source) for source in several]
-    check_keywords(options, list(signature(load_models).parameters), "load_pair")
+    known = ["draft", *list(signature(load_models).parameters)[2:]]
+    check_keywords(options, known, "load_pair")
     return Pair(load_models(os.fspath(target), sources, **options), fast=fast, compile=compile)
 
 

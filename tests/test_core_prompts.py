@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draftsmith.core.errors import warn_once
-from draftsmith.core.prompt_rows import count_rows
+from draftsmith.core.prompt_rows import check_rows, count_rows
 from draftsmith.core.prompts import Prompt, read_prompts
 from draftsmith.core.tokenization import load_tokenizer
 from tests.distilled import write_rows
@@ -204,6 +204,15 @@ def test_the_same_rows_are_the_same_prompts_wherever_they_are(
     ):
         with golden.raises():
             read_prompts(url, tokenizer)
+
+
+def test_a_mistyped_path_is_compared_with_its_neighbours(tmp_path, monkeypatch, golden):
+    """A path of several parts is no name on the hub, whatever it ends with."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/mine/data").mkdir(parents=True)
+    for name in ("out/mine/dataa", "out/mine/other", "a--b:train"):
+        with golden.raises():
+            check_rows(name)
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32", "utf-32-be"])

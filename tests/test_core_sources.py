@@ -174,7 +174,7 @@ def test_a_path_that_does_not_exist_is_compared_with_its_neighbours(copy):
 
 
 @pytest.mark.parametrize(
-    "name", ["/no/such/place", "~/model", "a/b/c", "a=b", "", "owner/never-made"]
+    "name", ["/no/such/place", "~/model", "a/b/c", "a=b", "", "owner/never-made", "a--b", "a/b."]
 )
 @pytest.mark.parametrize("load", [load_on_cpu, load_tokenizer])
 def test_a_name_that_is_no_model(name, load):

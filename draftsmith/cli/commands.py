@@ -97,10 +97,10 @@ def _train(config: "TrainConfig", command: str) -> CommandResult:
         best = f"alpha {summary['heldout_alpha']:.4f} ({best} there)"
     if missing := summary.get("heldout_missing_mass"):
         best += f", {missing:.4f} of the mass cannot be drafted,"
-    line = (
-        f"{summary['checkpoint']}: {summary['steps']} steps, best held-out {best} at step "
-        f"{summary['best_step']}"
-    )
+    step = summary["best_step"]
+    line = f"{summary['checkpoint']}: {summary['steps']} steps, best held-out {best} at step {step}"
+    if not step:
+        line += ", so this is the draft that it began with"
     return CommandResult(summary, [line])
 
 

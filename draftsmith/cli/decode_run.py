@@ -271,11 +271,12 @@ def _in_words(summary: JsonObject, note: str, streamed: bool) -> list[str]:
     if note:
         lines.append(f"sampling: {note}")
     where = f"{summary['out']}: {summary['rows']} rows, " if "out" in summary else ""
+    copied = summary["copied_accepted"]
     lines.append(
         f"{where}{summary['tokens']} tokens in {summary['target_calls']} target calls "
-        f"({_number(summary['tau'], 2)} per call), {summary['accepted']} accepted from the "
-        f"draft; prompt {summary['prefill_s']:.2f} s, then {summary['decode_s']:.2f} s "
-        f"({_number(summary['tokens_per_s'], 1)} tokens/s)"
+        f"({_number(summary['tau'], 2)} per call), {summary['accepted'] - copied} accepted from "
+        f"the draft, {copied} copied from the text; prompt {summary['prefill_s']:.2f} s, then "
+        f"{summary['decode_s']:.2f} s ({_number(summary['tokens_per_s'], 1)} tokens/s)"
     )
     if behind := summary["behind_end"]:
         lines.append(f"{behind} of these tokens are behind the end of their text (--ignore_eos)")

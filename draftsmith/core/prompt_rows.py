@@ -29,7 +29,7 @@ from draftsmith.core.errors import (
 from draftsmith.core.io import JsonObject
 from draftsmith.core.row_formats import ARGUMENTS, KEYS, as_known, required_keys
 from draftsmith.core.row_reasons import Reasons
-from draftsmith.core.sources import UNREACHABLE, hub_lacks, similar
+from draftsmith.core.sources import UNREACHABLE, hub_lacks, may_be_on_hub, similar
 from draftsmith.core.suites import expand, load_suite, suite_name
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _is_file(source: str) -> bool:
         reason = "is not a .jsonl or .parquet file that can be read twice"
     elif is_there and not readable:
         reason = "is not a .jsonl or .parquet file"
-    elif not is_there and (readable or source.startswith((".", "/", "~", "-"))):
+    elif not is_there and (readable or not may_be_on_hub(source.partition(":")[0])):
         reason = f"no such file{similar(path)}"
     if reason or not source.strip():
         raise InputError(f"{source}: {reason or 'no such file'}")

@@ -39,8 +39,7 @@ def check_source(name: str) -> None:
     hub.
     """
     path = Path(name)
-    could_be = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name, re.ASCII) is not None
-    on_hub = could_be and not name.startswith(".")
+    on_hub = may_be_on_hub(name)
     is_model = (path / "config.json").exists()
     reason = ""
     if name.lower().endswith("gguf") and not is_model and (path.exists() or on_hub):
@@ -65,6 +64,12 @@ def check_source(name: str) -> None:
     for file in ("config.json", "generation_config.json"):
         if (path / file).exists():
             read_json(path / file, "a model's config")
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether the hub takes `name` for that of a repository."""
+    written = re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name, re.ASCII) is not None
+    return written and not re.search(r"--|\.\.|[.-](/|$)|\.git$", name) and len(name) <= 96
 
 
 def similar(path: Path) -> str:
