@@ -310,11 +310,11 @@ class BatchRun:
         """Whether the rule comes to the target's own tokens, and they are judged on the host."""
         if self.parts.compile:
             return False
-        if self.parts.proposer is None:
-            return True
-        on_cpu = self.runner.device.type == "cpu"
-        lossless = self._is_known and self.parts.verifier.lossless
-        return on_cpu and lossless and (u_BU is None or proposal.nodes == 1)
+        known = self._is_known and self.runner.device.type == "cpu"
+        if u_BU is None:
+            return known
+        lossless = known and self.parts.verifier.lossless
+        return self.parts.proposer is None or (lossless and proposal.nodes == 1)
 
     def _judge(self, proposal: Proposal, u_BU: Tensor | None) -> Judged:
         """Score a proposal and judge it; see `decode.step`."""

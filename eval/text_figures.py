@@ -63,7 +63,7 @@ class TextFigure:
         return (self.estimate["value"] or 0.0) / self.error if self.error else 0.0
 
     def row(self, name: str, margin: float) -> JsonObject:
-        """Return the figure, and from which size on so many tokens show it."""
+        """Return the figure and the least size that its tokens can show."""
         shown = max(margin, _Z * self.error)
         return {"text": name, "value": self.estimate, "z": self.z, "seen from": shown}
 

@@ -150,5 +150,4 @@ def _answers(url: str, period: float) -> bool:
 
 def is_hub_name(name: str) -> bool:
     """Whether `name` reads as `owner/name` on the hub and is not a path that exists here."""
-    is_name = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name, re.ASCII) is not None
-    return is_name and not Path(name).exists()
+    return "/" in name and may_be_on_hub(name) and not Path(name).exists()

@@ -69,13 +69,10 @@ def served(config: ServedConfig | None = None, **options: Any) -> JsonObject:
     settings = measure_settings(server, pair, config, sampling, alone)
     case = Case(pair.target, pair.drafts["draft"], alone.texts, sampling)
     texts = [_texts(case, load) for load in loads]
-    judged = [
-        (_NOT_OWN, f"{written.finding} ({load.name})")
-        for load, written in zip(loads, texts, strict=True)
-        if written.finding
-    ]
-    if not settings.rules:
-        judged.append(("cannot tell", "its rule of rejection is not known here"))
+    judged = [] if settings.rules else [("cannot tell", "its rule of rejection is not known here")]
+    for load, written in zip(loads, texts, strict=True):
+        if written.finding:
+            judged.append((_NOT_OWN, f"{written.finding} ({load.name})"))
     acceptance: list[JsonObject] = []
     replays: list[JsonObject] = []
     # Of the rules that the server may follow, take the one that predicts its counts best.
