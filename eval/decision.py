@@ -252,7 +252,8 @@ def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -
     surely lies above that one's; else None.
     """
     fast = {one.setting.draft for one in timed if one.reaches(best)}
-    rows = [row for row in results.select("alpha") if row["set"] is None and row["kind"] == "ood"]
+    highest = results.top_temperature
+    rows = results.where(figure="alpha", set=None, kind="ood", part=None, temperature=highest)
     own = {row["draft"]: row["high"] for row in rows}.get(best.setting.draft) or 1.0
     above = [row for row in rows if row["draft"] in fast and (row["low"] or 0.0) > own]
     return max(above, key=lambda row: row["value"], default=None)
