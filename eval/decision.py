@@ -256,7 +256,7 @@ def _more_robust(results: ResultsTable, best: Judged, timed: Sequence[Judged]) -
     rows = results.where(figure="alpha", set=None, kind="ood", part=None, temperature=highest)
     own = {row["draft"]: row["high"] for row in rows}.get(best.setting.draft) or 1.0
     above = [row for row in rows if row["draft"] in fast and (row["low"] or 0.0) > own]
-    return max(above, key=lambda row: row["value"], default=None)
+    return max(above, key=lambda row: row["value"] or 0.0, default=None)
 
 
 def _served(results: ResultsTable, timed: Sequence[Judged]) -> Setting | None:
